@@ -290,6 +290,8 @@ HEADLINE = {
     "ZeRO++ as published": PUBLISHED,
     "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }
+# Trained by one rank, which has the batch of all.
+POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for n in (2, 80)}
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
@@ -299,10 +301,10 @@ def at_rate(flags: str, rate: float) -> str:
     return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
 
 
-def rates_of(name: str, flags: str, model: str) -> Group:
+def rates_of(name: str, flags: str, model: str, real_ranks: int | None = None) -> Group:
     """One wire at each of ``RATES``."""
     arms = {f"learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
-    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE))
+    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE), real_ranks=real_ranks)
 
 
 def headline(title: str, model: str, rate: float) -> Group:
@@ -565,6 +567,7 @@ EXPERIMENTS = {
                 for title, (m, _) in MODELS.items()
                 for name, flags in HEADLINE.items()
             ),
+            rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -572,7 +575,17 @@ EXPERIMENTS = {
     ),
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
-        (*(headline(title, *model) for title, model in MODELS.items()), headline_with_muon(), *feedback_at_rate()),
+        (
+            *(headline(title, *model) for title, model in MODELS.items()),
+            headline_with_muon(),
+            *feedback_at_rate(),
+            group(
+                "GPT, 1.3M parameters, DDP with PowerSGD of rank 4",
+                {f"{n} exact steps": at_rate(flags, COMMON_RATE) for n, flags in POWER_SGD.items()},
+                control=_BF16_AT_RATE,
+                real_ranks=1,
+            ),
+        ),
         scale="tuned",
         control="the bf16 wire",
     ),

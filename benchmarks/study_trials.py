@@ -1,6 +1,7 @@
-"""The trainer with what was tried and is not in the package: a Llama that begins with outliers.
+"""The trainer with what was tried and is not in the package: a Llama that begins with outliers, and DDP with PowerSGD.
 
 python benchmarks/study_trials.py --trial outliers:30 --swiglu ...  # the rest are flags of pretrain_gpt.py
+python benchmarks/study_trials.py --trial powersgd:2 ...  # one rank, whose micro-batches are those of all ranks
 """
 
 import argparse
@@ -8,7 +9,8 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megatron_zpp.commands.pretrain import main
@@ -16,6 +18,7 @@ from megatron_zpp.families import GPT
 from megatron_zpp.models.mlp import GatedMLP
 from megatron_zpp.models.transformer import Transformer
 from megatron_zpp.training import model as model_building
+from megatron_zpp.training import step
 
 
 @torch.no_grad()
@@ -48,11 +51,62 @@ def train_with_outliers(factor: float) -> None:
     main(GPT)
 
 
+class Bucket:
+    """All gradients in the one bucket that PyTorch's hooks for DDP read."""
+
+    def __init__(self, gradients: list[Tensor]) -> None:
+        self._flat = torch.cat([gradient.flatten() for gradient in gradients])
+        self._shapes = [gradient.shape for gradient in gradients]
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def gradients(self) -> list[Tensor]:
+        pieces = self._flat.split([shape.numel() for shape in self._shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def compress(gradients: list[Tensor], state: PowerSGDState) -> None:
+    """Turn the ranks' mean gradients into what PyTorch's PowerSGD makes of all ranks' gradients.
+
+    Each of its sums is linear in a rank's gradients and errors, so their means suffice.
+    """
+    bucket = Bucket(gradients)
+    powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
+    for gradient, reduced in zip(gradients, bucket.gradients(), strict=True):
+        gradient.copy_(reduced)
+
+
+def train_with_power_sgd(exact_steps: int) -> None:
+    """Train as DDP with PowerSGD of rank 4 after ``exact_steps`` would."""
+    accumulate_gradients = step.accumulate_gradients
+    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=exact_steps)
+
+    def accumulate_and_compress(trainer: Any, *arguments: Any) -> Any:
+        result = accumulate_gradients(trainer, *arguments)
+        compress([p.grad.to_local() for p in trainer.model.parameters()], state)
+        return result
+
+    step.accumulate_gradients = accumulate_and_compress  # type: ignore[assignment]
+    main(GPT)
+
+
+TRIALS = {
+    "outliers": lambda factor: train_with_outliers(float(factor)),
+    "powersgd": lambda n: train_with_power_sgd(int(n)),
+}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, add_help=False)
-    parser.add_argument("--trial", required=True, help="outliers:FACTOR")
+    parser.add_argument("--trial", required=True, help="outliers:FACTOR or powersgd:EXACT_STEPS")
     arguments, sys.argv[1:] = parser.parse_known_args()
     name, _, value = arguments.trial.partition(":")
-    if name != "outliers" or not value:
-        parser.error(f"--trial is outliers:FACTOR, got {arguments.trial}")
-    train_with_outliers(float(value))
+    if name not in TRIALS or not value:
+        parser.error(f"--trial is outliers:FACTOR or powersgd:EXACT_STEPS, got {arguments.trial}")
+    TRIALS[name](value)

@@ -15,10 +15,12 @@ import study
 import study_tables
 import study_trials
 import torch
+import torch.distributed as dist
 from common import ROOT
 from study_arms import RANKS, SCALES, Arm, Experiment, Group, Scale
 from study_experiments import EXPERIMENTS, FP32
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 
 from megatron_zpp.models.mlp import Activation, GatedMLP
@@ -207,3 +209,28 @@ def _shards_with_outliers():
 def test_arms_with_outliers_have_them_on_ranks_that_shard_the_model():
     for is_equal, is_large in run_ranks(2, _shards_with_outliers):
         assert is_equal and is_large
+
+
+def _gradients_of_power_sgd():
+    """Six steps' gradients of a weight and a bias: DDP's with PyTorch's hook, and the trial's of the ranks' mean."""
+    torch.manual_seed(0)
+    model = nn.Linear(24, 40)
+    ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    state, own_state = (PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2) for _ in range(2))
+    ddp.register_comm_hook(state, powerSGD_hook)
+    found = []
+    for inputs in torch.randn(6, dist.get_world_size(), 8, 24):
+        ddp(inputs[dist.get_rank()]).square().mean().backward()
+        model(inputs).square().mean().backward()
+        mean = [parameter.grad.clone() for parameter in model.parameters()]
+        study_trials.compress(own := [gradient.clone() for gradient in mean], own_state)
+        found.append((mean, own, [parameter.grad.clone() for parameter in ddp.parameters()]))
+        for m in (ddp, model):
+            m.zero_grad()
+    return found
+
+
+def test_the_trial_of_powersgd_makes_of_mean_gradients_what_pytorchs_hook_makes_of_the_ranks():
+    for mean, own, expected in run_ranks(2, _gradients_of_power_sgd)[0][2:]:
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+        assert torch.linalg.matrix_rank(own[0]) == 2 < torch.linalg.matrix_rank(mean[0])
