@@ -1,8 +1,8 @@
 """What the study trains: experiments as lists of arms, each an arm of training with other flags for what is sent.
 
 An arm that two experiments share is trained once. 4 local ranks count as 2 nodes; in some arms 8 ranks.
-E2 and E6 were of weight differences (commit cdc7657 trains them), E8 of a larger GPT (db9a989d), E13 of rates that E18
-replaces: results/old/.
+E2 and E6 were of weight differences (commit cdc7657 trains them), E7 of scales of elements in 4 bits and E8 of a larger
+GPT (both db9a989d), E13 of rates that E18 replaces: results/old/.
 """
 
 from collections.abc import Iterator, Mapping
@@ -167,7 +167,6 @@ def islands(number: int) -> Group:
 ISLANDS = {number: islands(number) for number in (2, 4)}
 
 TWO_BITS_BY_ABSMAX = gradients(8, 2, scaling=ABSMAX)
-EIGHT_AND_FOUR = f"{BF16} {gradients(8, 4, 4096)}"
 FP32_GRADIENTS = "Weights through hpZ, gradients in fp32"
 
 
@@ -207,6 +206,7 @@ E4_SENSITIVITY = group(
 LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zeropp-scale-dtype bf16 "
 LARGEST_FIFTH += "--zeropp-gradient-bits-warmup {warmup}:4"
 LARGE_BATCHES = "--global-batch-size {large} --train-iters 200"
+FOUR_TIMES = "batches of 4 times the samples, a quarter of the steps"
 HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 # E9
@@ -421,19 +421,6 @@ EXPERIMENTS = {
             ),
         ),
     ),
-    "E7": Experiment(
-        "Scales of elements",
-        (
-            CONTROLS,
-            *(
-                group(
-                    f"8 bits within, 4 between nodes, blocks of 4096{more}",
-                    {"block scales": wire, "and scales of elements": f"{wire} {ELEMENT_SCALES}"},
-                )
-                for more, wire in (("", EIGHT_AND_FOUR), (", LoCo", f"{EIGHT_AND_FOUR} {LOCO}"))
-            ),
-        ),
-    ),
     "E9": Experiment(
         "A mixture of experts",
         (
@@ -483,7 +470,7 @@ EXPERIMENTS = {
                 },
             ),
             group(
-                "The same with 1-bit gradients, batches of 4 times the samples, a quarter of the steps",
+                f"The same with 1-bit gradients, {FOUR_TIMES}",
                 {FP32.name: "", "int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH.format(warmup=20)}"},
                 common=LARGE_BATCHES,
                 control=LARGE_BATCHES,
@@ -568,6 +555,7 @@ EXPERIMENTS = {
                 for name, flags in HEADLINE.items()
             ),
             rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
+            rates_of(f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}", BF16_WIRE.flags, LARGE_BATCHES),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -584,6 +572,11 @@ EXPERIMENTS = {
                 {f"{n} exact steps": at_rate(flags, COMMON_RATE) for n, flags in POWER_SGD.items()},
                 control=_BF16_AT_RATE,
                 real_ranks=1,
+            ),
+            group(
+                f"GPT, 1.3M parameters, {FOUR_TIMES}",
+                {f"bf16, {rate:g}": at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags}", rate) for rate in RATES[2:]},
+                control=_BF16_AT_RATE,
             ),
         ),
         scale="tuned",

@@ -51,7 +51,6 @@ SHORTER = """--save-interval 3 --lr-warmup-iters 1 --lr-decay-iters 3 --lr-wsd-d
     --train-samples 24 --lr-decay-samples 24 --lr-warmup-samples 8 --train-tokens 768 --lr-decay-tokens 768
     --lr-warmup-tokens 256 --num-query-groups 2 --num-layers-per-virtual-pipeline-stage 1 --recompute-num-layers 1"""
 SMALL = {
-    "benchmarks/loop_overhead.py": ["--rounds", "1", "--steps", "3"],
     "benchmarks/kernels.py": ["--rounds", "1", "--megabytes", "1", "--threads", "1"],
     "benchmarks/trainer.py": ["--rounds", "1", "--steps", "2", "--no-compile"],
     "benchmarks/study.py": [
