@@ -153,6 +153,7 @@ def pages(claims: Mapping[str, Mapping[str, Any]]) -> dict[Path, str]:
         lines = [row for name in found if name.startswith(paper) for row in found[name]]
         blocks[EVIDENCE / f"{page}.md"] = {"claims": partial(markdown_table, HEADINGS, lines)}
     texts = {STUDY / f"{name.lower()}.md": page_of(name, rows_of(e.scale)) for name, e in EXPERIMENTS.items()}
+    texts[STUDY / "sizes.svg"] = study_tables.plot_of_sizes(rows_of)
     for path, tables in blocks.items():
         texts[path] = path.read_text()
         for name, make in tables.items():

@@ -292,6 +292,7 @@ HEADLINE = {
 }
 # Trained by one rank, which has the batch of all.
 POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for n in (2, 80)}
+LARGE_BF16, LARGE_RATES = f"{LARGE_BATCHES} {BF16_WIRE.flags}", (0.002, 0.003, 0.004, 0.006)
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
@@ -301,10 +302,10 @@ def at_rate(flags: str, rate: float) -> str:
     return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
 
 
-def rates_of(name: str, flags: str, model: str, real_ranks: int | None = None) -> Group:
+def rates_of(name: str, flags: str, model: str, control: float = COMMON_RATE, real_ranks: int | None = None) -> Group:
     """One wire at each of ``RATES``."""
     arms = {f"learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
-    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), COMMON_RATE), real_ranks=real_ranks)
+    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), control), real_ranks=real_ranks)
 
 
 def headline(title: str, model: str, rate: float) -> Group:
@@ -313,7 +314,6 @@ def headline(title: str, model: str, rate: float) -> Group:
     return group(f"{title}, {rate:g}", arms, control=arms["bf16"])
 
 
-ONE_SIZE_UP = ("bf16", "`int8`", "`int6`")
 UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
 
 
@@ -539,7 +539,7 @@ EXPERIMENTS = {
         (
             group(
                 "15.7M parameters",
-                {BF16_WIRE.name: BF16_WIRE.flags, "`--zeropp int8`": f"{BF16} --zeropp int8"},
+                {BF16_WIRE.name: BF16_WIRE.flags, "`int8`": HEADLINE["`int8`"]},
                 control=BF16_WIRE.flags,
             ),
         ),
@@ -555,7 +555,11 @@ EXPERIMENTS = {
                 for name, flags in HEADLINE.items()
             ),
             rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
-            rates_of(f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}", BF16_WIRE.flags, LARGE_BATCHES),
+            group(
+                f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}",
+                {f"learning rate {rate:g}": at_rate(LARGE_BF16, rate) for rate in LARGE_RATES},
+                control=at_rate(LARGE_BF16, LARGE_RATES[0]),
+            ),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -575,7 +579,7 @@ EXPERIMENTS = {
             ),
             group(
                 f"GPT, 1.3M parameters, {FOUR_TIMES}",
-                {f"bf16, {rate:g}": at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags}", rate) for rate in RATES[2:]},
+                {f"bf16, {rate:g}": at_rate(LARGE_BF16, rate) for rate in LARGE_RATES},
                 control=_BF16_AT_RATE,
             ),
         ),
@@ -590,9 +594,9 @@ EXPERIMENTS = {
     ),
     "E21": Experiment(
         "Learning rates of a Llama of 5.2 million parameters",
-        tuple(rates_of(name, HEADLINE[name], "") for name in ONE_SIZE_UP),
+        tuple(rates_of(name, HEADLINE[name], "", control=RATES[0]) for name in ("bf16", "`int8`", "`int6`")),
         scale="5m-rates",
-        control=f"{COMMON_RATE:g}",
+        control=f"{RATES[0]:g}",
     ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

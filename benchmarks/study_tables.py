@@ -1,10 +1,11 @@
 """Tables of the study's results, and the pages under docs/evidence/experiments/ that they make."""
 
+import io
 import math
 import statistics
 import tomllib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,8 @@ def _line(arm: Arm, rows: Rows, observed: Sequence[str]) -> list[str]:
     over, shown = "", ""
     if arm.flags != arm.control:
         over, shown = difference(list(found.values())), verdict(list(found.values()))
-    cells = [arm.name, f"{loss:.4f}", over, str(len(found)), shown, f"{sent:.2f}" if sent >= 0.2 else f"{sent:.3f}"]
+    sent_shown = f"{sent:.{2 if sent >= 0.2 else 3}f}" if sent else ""  # a trial's are not counted
+    cells = [arm.name, f"{loss:.4f}", over, str(len(found)), shown, sent_shown]
     for name in observed:
         seen = [row["observed"][name] for row in trained if name in row.get("observed", {})]  # the first rows have none
         cells.append(f"{statistics.mean(seen):.2f}" if seen else "")
@@ -126,6 +128,34 @@ def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
             if found:
                 lines.append([group.title, difference(found), len(found), verdict(found)])
     return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines) if lines else ""
+
+
+SIZES = [("E19", 0), ("E19", 1), ("E17", 0)]  # experiments and their groups, by size of the model
+
+
+def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
+    """Draw differences from the bf16 wire over model sizes as SVG, with 95 % intervals where there are seeds."""
+    from matplotlib import figure, rc_context  # an extra, which the tables do without
+
+    drawing = figure.Figure(figsize=(7, 3), layout="constrained")
+    axes = drawing.subplots()
+    axes.axhline(0, color="0.8")
+    for i, recipe in enumerate(("`int8`", "`int6`", "`ternary`")):
+        found: dict[float, list[float]] = {}
+        for experiment, group in ((EXPERIMENTS[name], group) for name, group in SIZES):
+            rows = rows_of(experiment.scale)
+            for arm in experiment.groups[group].arms:
+                if arm.name == recipe and (differences := excesses(arm, rows)):
+                    parameters = next(iter(rows[arm.flags].values()))["num_parameters"]
+                    found[parameters * 1.04**i] = list(differences.values())  # side by side
+        halves = [half if math.isfinite(half := half_width(values)) else math.nan for values in found.values()]
+        axes.errorbar([*found], [*map(statistics.mean, found.values())], halves, fmt="o", capsize=3, label=recipe[1:-1])
+    axes.set(xscale="log", xlabel="parameters", ylabel="loss over bf16 (%)")
+    axes.legend()
+    drawn = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": ""}):
+        drawing.savefig(drawn, format="svg", metadata={"Creator": None, "Date": None})
+    return drawn.getvalue()
 
 
 def losses_of_recipe(name: str, rows: Rows, tuned: Rows) -> list[str]:

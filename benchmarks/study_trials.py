@@ -6,6 +6,7 @@ python benchmarks/study_trials.py --trial powersgd:2 ...  # one rank, whose micr
 
 import argparse
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,36 +52,17 @@ def train_with_outliers(factor: float) -> None:
     main(GPT)
 
 
-class Bucket:
-    """All gradients in the one bucket that PyTorch's hooks for DDP read."""
-
-    def __init__(self, gradients: list[Tensor]) -> None:
-        self._flat = torch.cat([gradient.flatten() for gradient in gradients])
-        self._shapes = [gradient.shape for gradient in gradients]
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-    def gradients(self) -> list[Tensor]:
-        pieces = self._flat.split([shape.numel() for shape in self._shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-
 def compress(gradients: list[Tensor], state: PowerSGDState) -> None:
     """Turn the ranks' mean gradients into what PyTorch's PowerSGD makes of all ranks' gradients.
 
-    Each of its sums is linear in a rank's gradients and errors, so their means suffice.
+    Each of its sums is linear in a rank's gradients and errors, so their means suffice. All are in one bucket.
     """
-    bucket = Bucket(gradients)
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    pieces = [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
+    bucket = SimpleNamespace(buffer=lambda: flat, gradients=lambda: pieces, index=lambda: 0, is_last=lambda: True)
     powerSGD_hook(state, bucket).wait()  # type: ignore[arg-type]
-    for gradient, reduced in zip(gradients, bucket.gradients(), strict=True):
-        gradient.copy_(reduced)
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece)
 
 
 def train_with_power_sgd(exact_steps: int) -> None:

@@ -8,15 +8,21 @@ from typing import Any
 
 import against_peers as race
 from common import markdown_table
-from study_arms import CPU
-from study_experiments import COMMON_RATE, HEADLINE, at_rate
+from study_experiments import COMMON_RATE, HEADLINE, LARGE_BF16, POWER_SGD, at_rate
 from study_tables import Rows, half_width
 
+from megatron_zpp.zeropp.recipes import RECIPES
+
 SMOOTHED = 1 / 8  # share of a run that a point of a curve averages
+LOGGED = 20  # steps of a line in the log
 ABOVE = 1.01  # the goal over the loss that the bf16 wire ends with
+BF16 = at_rate(HEADLINE["bf16"], COMMON_RATE)
 # Who sends 16 bit has the bf16 wire's curve: the study did not train each, and rounding differs in order alone.
-CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], "bf16")
-CURVES |= {f"{name}, kept": f"`{name}`" for name in ("lossless", "int8", "int6", "ternary")}
+CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], BF16)
+CURVES[race.POWER_SGD] = at_rate(POWER_SGD[2], COMMON_RATE)
+CURVES |= {f"{name}, kept": at_rate(HEADLINE[f"`{name}`"], COMMON_RATE) for name in RECIPES if name != "zero3"}
+LARGER = at_rate(LARGE_BF16, 0.003)  # the best that E18 found
+ROWS = [(name, flags, 1) for name, flags in CURVES.items()] + [(n, LARGER, 4) for n in ("FSDP2, kept", "HSDP, kept")]
 
 
 def curve(lines: Sequence[float]) -> list[float]:
@@ -27,33 +33,49 @@ def curve(lines: Sequence[float]) -> list[float]:
 
 def steps_of(flags: str, rows: Rows) -> dict[int | None, float]:
     """Return the steps to the goal by seed, and of the mean over all seeds (None); infinite where it is not reached."""
-    ours, control = rows[flags], rows[at_rate(HEADLINE["bf16"], COMMON_RATE)]
+    ours, control = rows[flags], rows[BF16]
     both: dict[int | None, Any] = {
         seed: [row["train_losses"] for row in (ours[seed], control[seed])] for seed in ours.keys() & control.keys()
     }
     means = [[*map(statistics.mean, zip(*lines, strict=True))] for lines in zip(*both.values(), strict=True)]
     every = {None: means, **both}
-    return {i: CPU.train_iters * share_of_steps(curve(a), ABOVE * curve(b)[-1]) for i, (a, b) in every.items()}
+    return {i: LOGGED * lines_to(ABOVE * curve(b)[-1], curve(a)) for i, (a, b) in every.items()}
 
 
-def share_of_steps(losses: list[float], goal: float) -> float:
-    """Return the share of a run after which its curve, from the first step on, reaches the goal; infinite if never."""
+def lines_to(goal: float, losses: list[float]) -> float:
+    """Return the lines of the log, the first step's before them, until a curve reaches the goal; infinite if never."""
     for i, (before, loss) in enumerate(itertools.pairwise(losses)):
         if loss <= goal:
-            return (i + (before - goal) / (before - loss)) / (len(losses) - 1)
+            return i + (before - goal) / (before - loss)
     return math.inf
 
 
 def table(rows: Rows) -> str:
     """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
     lines = []
-    for setting, wire in CURVES.items():
-        steps, base = (steps_of(at_rate(HEADLINE[name], COMMON_RATE), rows) for name in (wire, "bf16"))
+    for setting, flags, times in ROWS:
+        name = race.name_of(setting) + (f", {times} times the samples" if times > 1 else "")
+        steps, base = steps_of(flags, rows), steps_of(BF16, rows)
         mean = steps.pop(None)
-        more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
+        if mean == math.inf:
+            lines.append([name, "not reached", *[""] * len(race.SHOWN)])
+            continue
+        more = [times * n - base[seed] for seed, n in steps.items() if n < math.inf]
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
-        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if wire != "bf16" else ""
-        medians = [statistics.median(race.figures(setting, "seconds", rate=r, micro_batches=n)) for r, n in race.SHOWN]
-        minutes = (f"{mean * seconds / 60:.1f}" for seconds in medians)
-        lines.append([race.name_of(setting), f"{mean:.0f}{over}", *minutes])
+        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if flags != BF16 else ""
+        minutes = (f"{mean * seconds(setting, r, times * n) / 60:.1f}" for r, n in race.SHOWN)
+        lines.append([name, f"{mean:.0f}{over}", *minutes])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
+
+
+def seconds(setting: str, rate: str | None, micro_batches: int) -> float:
+    """Return the seconds of a step, on a line through 1 and 8 micro-batches.
+
+    As the race's ratios are: those of int8 with kept weights, times the median over it in the same turn.
+    """
+
+    def of(n: int) -> float:
+        base = statistics.median(race.figures("int8, kept", "seconds", rate=rate, micro_batches=n))
+        return base * statistics.median(race.ratios(setting, "int8, kept", rate=rate, micro_batches=n))
+
+    return of(1) + (micro_batches - 1) / 7 * (of(8) - of(1))
