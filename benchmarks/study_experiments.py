@@ -292,7 +292,7 @@ HEADLINE = {
 }
 # Trained by one rank, which has the batch of all.
 POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for n in (2, 80)}
-LARGE_BF16, LARGE_RATES = f"{LARGE_BATCHES} {BF16_WIRE.flags}", (0.002, 0.003, 0.004, 0.006)
+LARGE_BF16 = f"{LARGE_BATCHES} {BF16_WIRE.flags}"
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
@@ -555,11 +555,7 @@ EXPERIMENTS = {
                 for name, flags in HEADLINE.items()
             ),
             rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
-            group(
-                f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}",
-                {f"learning rate {rate:g}": at_rate(LARGE_BF16, rate) for rate in LARGE_RATES},
-                control=at_rate(LARGE_BF16, LARGE_RATES[0]),
-            ),
+            rates_of(f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}", BF16_WIRE.flags, LARGE_BATCHES),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -579,7 +575,7 @@ EXPERIMENTS = {
             ),
             group(
                 f"GPT, 1.3M parameters, {FOUR_TIMES}",
-                {f"bf16, {rate:g}": at_rate(LARGE_BF16, rate) for rate in LARGE_RATES},
+                {f"bf16, {rate:g}": at_rate(LARGE_BF16, rate) for rate in RATES},
                 control=_BF16_AT_RATE,
             ),
         ),
