@@ -21,7 +21,7 @@ BF16 = at_rate(HEADLINE["bf16"], COMMON_RATE)
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], BF16)
 CURVES[race.POWER_SGD] = at_rate(POWER_SGD[2], COMMON_RATE)
 CURVES |= {f"{name}, kept": at_rate(HEADLINE[f"`{name}`"], COMMON_RATE) for name in RECIPES if name != "zero3"}
-LARGER = at_rate(LARGE_BF16, 0.003)  # the best that E18 found
+LARGER = at_rate(LARGE_BF16, COMMON_RATE)  # the best that E18 found
 ROWS = [(name, flags, 1) for name, flags in CURVES.items()] + [(n, LARGER, 4) for n in ("FSDP2, kept", "HSDP, kept")]
 
 
