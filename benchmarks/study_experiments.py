@@ -565,7 +565,6 @@ EXPERIMENTS = {
         (
             *(headline(title, *model) for title, model in MODELS.items()),
             headline_with_muon(),
-            *feedback_at_rate(),
             group(
                 "GPT, 1.3M parameters, DDP with PowerSGD of rank 4",
                 {f"{n} exact steps": at_rate(flags, COMMON_RATE) for n, flags in POWER_SGD.items()},
@@ -577,6 +576,7 @@ EXPERIMENTS = {
                 {"bf16": at_rate(LARGE_BF16, COMMON_RATE)},
                 control=_BF16_AT_RATE,
             ),
+            *feedback_at_rate(),
         ),
         scale="tuned",
         control="the bf16 wire",
