@@ -1,7 +1,7 @@
 """The trainer with what was tried and is not in the package: a Llama that begins with outliers, and DDP with PowerSGD.
 
 python benchmarks/study_trials.py --trial outliers:30 --swiglu ...  # the rest are flags of pretrain_gpt.py
-python benchmarks/study_trials.py --trial powersgd:2 ...  # one rank, whose micro-batches are those of all ranks
+python benchmarks/study_trials.py --trial powersgd:2 ...  # one rank, which reads the micro-batches of all ranks
 """
 
 import argparse

@@ -8,7 +8,7 @@ from typing import Any
 
 import against_peers as race
 from common import markdown_table
-from study_experiments import COMMON_RATE, HEADLINE, LARGE_BF16, POWER_SGD, at_rate
+from study_experiments import COMMON_RATE, HEADLINE, POWER_SGD, at_rate
 from study_tables import Rows, half_width
 
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -21,8 +21,6 @@ BF16 = at_rate(HEADLINE["bf16"], COMMON_RATE)
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], BF16)
 CURVES[race.POWER_SGD] = at_rate(POWER_SGD[2], COMMON_RATE)
 CURVES |= {f"{name}, kept": at_rate(HEADLINE[f"`{name}`"], COMMON_RATE) for name in RECIPES if name != "zero3"}
-LARGER = at_rate(LARGE_BF16, COMMON_RATE)  # the best that E18 found
-ROWS = [(name, flags, 1) for name, flags in CURVES.items()] + [(n, LARGER, 4) for n in ("FSDP2, kept", "HSDP, kept")]
 
 
 def curve(lines: Sequence[float]) -> list[float]:
@@ -53,29 +51,21 @@ def lines_to(goal: float, losses: list[float]) -> float:
 def table(rows: Rows) -> str:
     """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
     lines = []
-    for setting, flags, times in ROWS:
-        name = race.name_of(setting) + (f", {times} times the samples" if times > 1 else "")
+    for setting, flags in CURVES.items():
         steps, base = steps_of(flags, rows), steps_of(BF16, rows)
         mean = steps.pop(None)
         if mean == math.inf:
-            lines.append([name, "not reached", *[""] * len(race.SHOWN)])
+            lines.append([race.name_of(setting), "not reached", *[""] * len(race.SHOWN)])
             continue
-        more = [times * n - base[seed] for seed, n in steps.items() if n < math.inf]
+        more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
         over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if flags != BF16 else ""
-        minutes = (f"{mean * seconds(setting, r, times * n) / 60:.1f}" for r, n in race.SHOWN)
-        lines.append([name, f"{mean:.0f}{over}", *minutes])
+        minutes = (f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in race.SHOWN)
+        lines.append([race.name_of(setting), f"{mean:.0f}{over}", *minutes])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
 
 
-def seconds(setting: str, rate: str | None, micro_batches: int) -> float:
-    """Return the seconds of a step, on a line through 1 and 8 micro-batches.
-
-    As the race's ratios are: those of int8 with kept weights, times the median over it in the same turn.
-    """
-
-    def of(n: int) -> float:
-        base = statistics.median(race.figures("int8, kept", "seconds", rate=rate, micro_batches=n))
-        return base * statistics.median(race.ratios(setting, "int8, kept", rate=rate, micro_batches=n))
-
-    return of(1) + (micro_batches - 1) / 7 * (of(8) - of(1))
+def seconds(setting: str, **cell: Any) -> float:
+    """Return the seconds of a step: the median of int8 with kept weights, times the median ratio to it turn by turn."""
+    base = statistics.median(race.figures("int8, kept", "seconds", **cell))
+    return base * statistics.median(race.ratios(setting, "int8, kept", **cell))
