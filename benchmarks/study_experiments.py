@@ -573,7 +573,7 @@ EXPERIMENTS = {
             ),
             group(
                 f"GPT, 1.3M parameters, {FOUR_TIMES}",
-                {"bf16": at_rate(LARGE_BF16, COMMON_RATE)},
+                {"bf16": at_rate(f"{LARGE_BF16} --eval-iters 16", COMMON_RATE)},  # as many samples as its control
                 control=_BF16_AT_RATE,
             ),
             *feedback_at_rate(),
