@@ -1,4 +1,4 @@
-"""What the benchmarks share: result files, Markdown tables, turns of two sides, and runs of the trainer."""
+"""What the benchmarks share: result files, Markdown tables, and runs of the trainer."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_zpp.metrics.history import METRICS, RunHistory, read_training
 
@@ -22,8 +22,6 @@ ALL_FLAGS = "--zero-quantized-weights --zero-quantized-gradients --zero-hpz-part
 # Rows of older commits have flags --zero-X that are --zeropp-X now, and one that the outer momentum of 0 says too.
 NO_MOMENTUM = "--island-outer-optimizer sgd "
 FORMER_FLAG = "--zero-(?=gradient-|hadamard|monitor-|ranks-per-node|scale-dtype|weight-(?!difference))"
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 def new_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -116,22 +114,10 @@ def markdown_table(headings: Iterable[str], rows: Iterable[Iterable[object]]) ->
     return "\n".join([*lines, *(f"| {' | '.join(map(str, cells))} |" for cells in rows)])
 
 
-def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    start = clock()
+def seconds_of(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
     run()
-    return clock() - start
-
-
-def in_turns(sides: Mapping[Key, Callable[[], Value]], rounds: int) -> dict[Key, list[Value]]:
-    """Run each side once per round, and return what it returned, without the first round, which warms up."""
-    returned: dict[Key, list[Value]] = {name: [] for name in sides}
-    for turn in range(rounds + 1):
-        # Alternate who begins, so that neither side always meets the machine as the other left it.
-        for name in sides if turn % 2 else reversed(list(sides)):
-            value = sides[name]()
-            if turn > 0:
-                returned[name].append(value)
-    return returned
+    return time.perf_counter() - start
 
 
 def device_name(device: Any) -> str:

@@ -100,11 +100,8 @@ def _norm(config: DecoderConfig, is_llama: bool) -> nn.Module:
 class PlainTraining:
     """A training loop; ``step`` is all of it. ``batches``: tokens and labels of each step, on the device."""
 
-    def __init__(
-        self, model: PlainModel, batches: list[tuple[Tensor, Tensor]], num_steps: int, bf16: bool, compiled: bool
-    ) -> None:
-        self.batches, self.num_steps, self.bf16, self.done = batches, num_steps, bf16, 0
-        self.model, self.device = model, batches[0][0].device
+    def __init__(self, model: PlainModel, batches: list[tuple[Tensor, Tensor]], num_steps: int, compiled: bool) -> None:
+        self.model, self.batches, self.num_steps, self.done = model, batches, num_steps, 0
         if compiled:  # in parts, which takes seconds where the whole would take minutes
             for block in model.blocks:
                 block.forward = torch.compile(block.forward)  # type: ignore[method-assign]  # without FSDP2's hooks
@@ -126,8 +123,7 @@ class PlainTraining:
         for group in self.optimizer.param_groups:
             group["lr"] = LR * warm if warm < 1 else cosine
         tokens, labels = self.batches[self.done]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            loss = self.model(tokens, labels)
+        loss = self.model(tokens, labels)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
@@ -190,11 +186,10 @@ def our_run(
     micro_batch_size: int,
     num_steps: int,
     log_interval: int,
-    samples_per_step: int | None = None,
 ) -> Trainer:
     """The trainer, as ``pretrain_gpt.py`` or ``pretrain_llama.py`` builds it, on tokens written to ``folder``.
 
-    flags: the model's shape and more. samples_per_step: None = one micro-batch on each rank.
+    flags: the model's shape and more.
     """
     common = f"""
         --attention-dropout 0 --hidden-dropout 0 --micro-batch-size {micro_batch_size} --train-iters {num_steps}
@@ -204,7 +199,7 @@ def our_run(
     """
     settings = parse_settings(architecture, [*common.split(), *flags.split()], dist.get_world_size())
     assert settings.training.seq_length
-    samples = num_steps * (samples_per_step or micro_batch_size * dist.get_world_size()) + 20
+    samples = num_steps * micro_batch_size * dist.get_world_size() + 20
     random = np.random.default_rng(0)
     with IndexedDatasetWriter(f"{folder}/tokens", "<u2") as writer:
         for _ in range(20):

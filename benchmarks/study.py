@@ -22,7 +22,7 @@ from typing import Any
 
 import common
 from common import ROOT, append_row, new_parser, read_rows, run_measured
-from study_arms import NODES, RANKS, SCALES, Arm, Scale
+from study_arms import LOG_INTERVAL, NODES, RANKS, SCALES, Arm, Scale
 from study_experiments import EXPERIMENTS, OBSERVED, TOKENS_SENT
 
 from megatron_zpp.metrics.history import RunHistory
@@ -106,9 +106,9 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
     return (
         f"{scale.shape} {where} --attention-dropout 0 --hidden-dropout 0 "
         f"--micro-batch-size {scale.micro_batch_size} --train-iters {scale.train_iters} "
-        f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval 20 --lr {scale.lr} "
-        f"--min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 --adam-beta2 {scale.adam_beta2} "
-        f"--weight-decay 0.1 --num-workers 0 {arm_flags}"
+        f"--eval-iters {scale.eval_iters} --eval-interval {scale.train_iters} --log-interval {LOG_INTERVAL} "
+        f"--lr {scale.lr} --min-lr {scale.lr / 10} --lr-decay-style cosine --lr-warmup-fraction 0.1 "
+        f"--adam-beta2 {scale.adam_beta2} --weight-decay 0.1 --num-workers 0 {arm_flags}"
     )
 
 

@@ -49,6 +49,7 @@ LLAMA_16M = f"{LLAMA} --num-layers 9 --hidden-size 384 --num-attention-heads 6 -
 LLAMA_187M = f"{LLAMA} --num-layers 16 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 TINY = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32"
 LARGE = Scale(GPU, 4, train_iters=3000, eval_iters=32, lr=1e-3, adam_beta2=0.95, vocab_size=8192, corpus=CPU.corpus)
+LOG_INTERVAL = 20  # steps
 LONGER = replace(CPU, micro_batch_size=4, train_iters=3200, adam_beta2=0.95, text_of="cpu")  # 13.1M tokens
 SCALES = {
     "cpu": CPU,
@@ -56,8 +57,7 @@ SCALES = {
     # "tuned" trains on, and never sees what "tuned" is validated on.
     "rates": replace(CPU, text_of="cpu", seeds=(101, 102), split="96,2,2"),
     "tuned": replace(CPU, text_of="cpu", seeds=(1, 2, 3, 4, 5, 6, 7, 8)),
-    # 5.2M parameters; "5m-rates" is to "5m" as "rates" is to "tuned", with a quarter of the steps
-    "5m": replace(LONGER, shape=LLAMA_5M),
+    # 5.2M parameters, 3.3M tokens
     "5m-rates": replace(LONGER, shape=LLAMA_5M, train_iters=800, seeds=(101,), split="96,2,2"),
     # 15.7M parameters
     "llama": replace(LONGER, shape=LLAMA_16M, seeds=(1,)),

@@ -41,7 +41,7 @@ def page_of(name: str, rows: Rows) -> str:
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
     trained = {arm.flags for group in experiment.groups for arm in group.arms} & rows.keys()
     took = [row["seconds"] for flags in trained for row in rows[flags].values()]
-    how += f" The {len(took)} runs took {sum(took) / 3600:.1f} hours, some beside other programs."
+    how += f" Number of runs: {len(took)}, of {sum(took) / 3600:.1f} hours together, some beside other programs."
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"
     feedback = table_of_feedback(experiment, rows)
     return text + table(experiment, rows) + (f"\n{ABOUT['feedback']}\n{feedback}\n" if feedback else "")
@@ -114,7 +114,8 @@ def resolution(experiment: Experiment, rows: Rows) -> str:
     for found in (excesses(arm, rows) for group in experiment.groups for arm in group.arms if arm.flags != arm.control):
         if len(found) > 1:
             widths[len(found)].append(half_width([*found.values()]))
-    said = [f"± {min(w):.2f} to {max(w):.2f} % with {seeds} seeds" for seeds, w in sorted(widths.items())]
+    spans = {seeds: [*dict.fromkeys((f"{min(w):.2f}", f"{max(w):.2f}"))] for seeds, w in sorted(widths.items())}
+    said = [f"± {' to '.join(span)} % with {seeds} seeds" for seeds, span in spans.items()]
     return f"Intervals are {', '.join(said)}." if said else "One seed has no interval."
 
 
@@ -135,25 +136,26 @@ SIZES = [("E19", 0), ("E19", 1), ("E17", 0)]  # experiments and their groups, by
 
 def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
     """Draw differences from the bf16 wire over model sizes as SVG, with 95 % intervals where there are seeds."""
-    from matplotlib import figure, rc_context  # an extra, which the tables do without
+    from matplotlib import figure, style  # an extra, which the tables do without
 
-    drawing = figure.Figure(figsize=(7, 3), layout="constrained")
-    axes = drawing.subplots()
-    axes.axhline(0, color="0.8")
-    for i, recipe in enumerate(("`int8`", "`int6`", "`ternary`")):
-        found: dict[float, list[float]] = {}
-        for experiment, group in ((EXPERIMENTS[name], group) for name, group in SIZES):
-            rows = rows_of(experiment.scale)
-            for arm in experiment.groups[group].arms:
-                if arm.name == recipe and (differences := excesses(arm, rows)):
-                    parameters = next(iter(rows[arm.flags].values()))["num_parameters"]
-                    found[parameters * 1.04**i] = list(differences.values())  # side by side
-        halves = [half if math.isfinite(half := half_width(values)) else math.nan for values in found.values()]
-        axes.errorbar([*found], [*map(statistics.mean, found.values())], halves, fmt="o", capsize=3, label=recipe[1:-1])
-    axes.set(xscale="log", xlabel="parameters", ylabel="loss over bf16 (%)")
-    axes.legend()
-    drawn = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": ""}):
+    with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": ""}]):
+        drawing = figure.Figure(figsize=(7, 3), layout="constrained")
+        axes = drawing.subplots()
+        axes.axhline(0, color="0.8")
+        for i, recipe in enumerate(("`int8`", "`int6`", "`ternary`")):
+            found: dict[float, list[float]] = {}
+            for experiment, group in ((EXPERIMENTS[name], group) for name, group in SIZES):
+                rows = rows_of(experiment.scale)
+                for arm in experiment.groups[group].arms:
+                    if arm.name == recipe and (differences := excesses(arm, rows)):
+                        parameters = next(iter(rows[arm.flags].values()))["num_parameters"]
+                        found[parameters * 1.04**i] = list(differences.values())  # beside each other
+            halves = [half if math.isfinite(half := half_width(values)) else math.nan for values in found.values()]
+            means = [*map(statistics.mean, found.values())]
+            axes.errorbar([*found], means, halves, fmt="o", capsize=3, label=recipe.strip("`"))
+        axes.set(xscale="log", xlabel="parameters", ylabel="loss over bf16 (%)")
+        axes.legend()
+        drawn = io.StringIO()
         drawing.savefig(drawn, format="svg", metadata={"Creator": None, "Date": None})
     return drawn.getvalue()
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -55,7 +56,8 @@ def train_with_outliers(factor: float) -> None:
 def compress(gradients: list[Tensor], state: PowerSGDState) -> None:
     """Turn the ranks' mean gradients into what PyTorch's PowerSGD makes of all ranks' gradients.
 
-    Each of its sums is linear in a rank's gradients and errors, so their means suffice. All are in one bucket.
+    Every sum is linear in the ranks' gradients and errors, and orthogonalization ignores a factor, because its epsilon
+    is 0. So the means suffice. All gradients are in one bucket, as in the race.
     """
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     pieces = [p.view_as(g) for p, g in zip(flat.split([g.numel() for g in gradients]), gradients, strict=True)]
@@ -71,6 +73,7 @@ def train_with_power_sgd(exact_steps: int) -> None:
     state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=exact_steps)
 
     def accumulate_and_compress(trainer: Any, *arguments: Any) -> Any:
+        assert dist.get_world_size() == 1  # or these would be shards
         result = accumulate_gradients(trainer, *arguments)
         compress([p.grad.to_local() for p in trainer.model.parameters()], state)
         return result

@@ -8,18 +8,18 @@ from typing import Any
 
 import against_peers as race
 from common import markdown_table
+from study_arms import LOG_INTERVAL
 from study_experiments import COMMON_RATE, HEADLINE, POWER_SGD, at_rate
 from study_tables import Rows, half_width
 
 from megatron_zpp.zeropp.recipes import RECIPES
 
 SMOOTHED = 1 / 8  # share of a run that a point of a curve averages
-LOGGED = 20  # steps of a line in the log
 ABOVE = 1.01  # the goal over the loss that the bf16 wire ends with
 BF16 = at_rate(HEADLINE["bf16"], COMMON_RATE)
 # Who sends 16 bit has the bf16 wire's curve: the study did not train each, and rounding differs in order alone.
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], BF16)
-CURVES[race.POWER_SGD] = at_rate(POWER_SGD[2], COMMON_RATE)
+CURVES[race.POWER_SGD] = at_rate(POWER_SGD[80], COMMON_RATE)
 CURVES |= {f"{name}, kept": at_rate(HEADLINE[f"`{name}`"], COMMON_RATE) for name in RECIPES if name != "zero3"}
 
 
@@ -37,11 +37,11 @@ def steps_of(flags: str, rows: Rows) -> dict[int | None, float]:
     }
     means = [[*map(statistics.mean, zip(*lines, strict=True))] for lines in zip(*both.values(), strict=True)]
     every = {None: means, **both}
-    return {i: LOGGED * lines_to(ABOVE * curve(b)[-1], curve(a)) for i, (a, b) in every.items()}
+    return {i: LOG_INTERVAL * lines_to(ABOVE * curve(b)[-1], curve(a)) for i, (a, b) in every.items()}
 
 
 def lines_to(goal: float, losses: list[float]) -> float:
-    """Return the lines of the log, the first step's before them, until a curve reaches the goal; infinite if never."""
+    """Return how many log lines after the first step's line a curve takes to reach the goal; infinite if never."""
     for i, (before, loss) in enumerate(itertools.pairwise(losses)):
         if loss <= goal:
             return i + (before - goal) / (before - loss)
@@ -59,9 +59,11 @@ def table(rows: Rows) -> str:
             continue
         more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
-        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if flags != BF16 else ""
+        is_compared = flags != BF16 and len(more) > 1
+        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if is_compared else ""
         minutes = (f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in race.SHOWN)
-        lines.append([race.name_of(setting), f"{mean:.0f}{over}", *minutes])
+        once = len(race.ratios(setting, "int8, kept", rate=None, micro_batches=1)) == 1
+        lines.append([race.name_of(setting) + " (one turn)" * once, f"{mean:.0f}{over}", *minutes])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
 
 

@@ -152,8 +152,7 @@ def run_plain(
     try:
         model = plain_model(architecture, config, weights, device)
         shard_plain(model)
-        # FSDP2 computes in bf16 by itself, without autocast.
-        plain = PlainTraining(model, batches, options.all_steps, bf16=False, compiled=options.compiled)
+        plain = PlainTraining(model, batches, options.all_steps, compiled=options.compiled)
         # Each step reads the loss, so it waits for the device. The first round warms up.
         seconds = [seconds_of(partial(plain.steps, options.steps)) for _ in range(options.rounds + 1)][1:]
     except torch.OutOfMemoryError:
