@@ -151,7 +151,7 @@ def test_new_seeds_change_every_sentence_that_rests_on_them():
         )
 
     assert study_tables.resolution(e19, rows(2)).endswith("with 2 seeds.")
-    assert study_tables.resolution(e19, rows(8)) == "Intervals are ± 0.02 to 0.02 % with 8 seeds."
+    assert study_tables.resolution(e19, rows(8)) == "Intervals are ± 0.02 % with 8 seeds."
     lines = study_tables.table(e19, rows(8)).splitlines()
     assert any(line.startswith("| `int8`") and "| 8 | higher |" in line for line in lines)
     assert any(line.startswith("| fp32") and "| 8 | no loss seen |" in line for line in lines)
@@ -176,7 +176,8 @@ def test_every_scale_fills_in_the_arms_flags():
     for scale in SCALES.values():
         assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * scale.ranks
         for arm in arms.values() if scale.ranks == RANKS else EXPERIMENTS["E17"].groups[0].arms:
-            assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
+            if "{large}" in arm.control or "{large}" not in arm.flags:  # else what differs is the batch
+                assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
 
 
 @pytest.mark.long
