@@ -1,4 +1,4 @@
-"""What the benchmarks share: result files, Markdown tables, and runs of the trainer."""
+"""Read and write result files, format Markdown tables and run the trainer, for all benchmarks."""
 
 import argparse
 import json

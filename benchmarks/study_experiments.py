@@ -291,7 +291,6 @@ HEADLINE = {
     "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }
 POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for n in (2, 80)}
-LARGE_BF16 = f"{LARGE_BATCHES} {BF16_WIRE.flags}"
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
@@ -573,7 +572,8 @@ EXPERIMENTS = {
             ),
             group(
                 f"GPT, 1.3M parameters, {FOUR_TIMES}",
-                {"bf16": at_rate(f"{LARGE_BF16} --eval-iters 16", COMMON_RATE)},  # as many samples as its control
+                # validated on as many samples as its control
+                {"bf16": at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags} --eval-iters 16", COMMON_RATE)},
                 control=_BF16_AT_RATE,
             ),
             *feedback_at_rate(),

@@ -37,9 +37,10 @@ def page_of(name: str, rows: Rows) -> str:
     experiment = EXPERIMENTS[name]
     scale = SCALES[experiment.scale]
     setup = ABOUT["model"] if scale.shape == CPU.shape else ""
-    setup += ABOUT["rate"].format(rate=scale.lr) if experiment.scale not in ("rates", "tuned", "5m-rates") else ""
+    arms = [arm for group in experiment.groups for arm in group.arms]
+    setup += "" if all("--lr " in arm.flags for arm in arms) else ABOUT["rate"].format(rate=scale.lr)
     how = ABOUT["how"].strip().format(name=name, control=experiment.control)
-    trained = {arm.flags for group in experiment.groups for arm in group.arms} & rows.keys()
+    trained = {arm.flags for arm in arms} & rows.keys()
     took = [row["seconds"] for flags in trained for row in rows[flags].values()]
     how += f" Number of runs: {len(took)}, of {sum(took) / 3600:.1f} hours together, some beside other programs."
     text = f"# {name}: {experiment.title}\n\n{ABOUT[name]}\n{setup}{how} {resolution(experiment, rows)}\n\n"

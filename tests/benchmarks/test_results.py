@@ -70,6 +70,6 @@ def test_the_readme_quotes_powersgd_and_the_planner_as_their_pages_do():
     one, eight, *_ = cells("peers", "ratios", "DDP, PowerSGD of rank 4")  # micro-batches
     loss = cells("experiments", "headline", "80 exact steps")[1]
     assert f"PowerSGD, which shards nothing, takes {one} / {eight} times `int8`'s time at 100 Mbit/s" in readme
-    assert f"at 100 Mbit/s, ending {loss} over bf16" in readme
+    assert f"at 100 Mbit/s, ending {loss} over bf16's loss" in readme
     error = cells("planner", "published", "all of H100")[5].replace("%", " %")
     assert f"is {error} off in the median" in readme

@@ -176,8 +176,8 @@ def test_every_scale_fills_in_the_arms_flags():
     for scale in SCALES.values():
         assert _samples_of_a_step(scale, FP32) == scale.micro_batch_size * scale.ranks
         for arm in arms.values() if scale.ranks == RANKS else EXPERIMENTS["E17"].groups[0].arms:
-            if "{large}" in arm.control or "{large}" not in arm.flags:  # else what differs is the batch
-                assert _samples_of_a_step(scale, arm) == _samples_of_a_step(scale, arms[arm.control]), arm.name
+            larger = 4 if "{large}" in arm.flags and "{large}" not in arm.control else 1  # the batch itself is compared
+            assert _samples_of_a_step(scale, arm) == larger * _samples_of_a_step(scale, arms[arm.control]), arm.name
 
 
 @pytest.mark.long
