@@ -291,6 +291,7 @@ HEADLINE = {
     "ZeRO++ as published, LoCo": f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}",
 }
 POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for n in (2, 80)}
+TWO_ISLANDS = f"{BF16_WIRE.flags} --islands 2 --island-sync-interval 32{SHORT_MOMENTUM}{ISLAND_WIRES['int4, LoCo']}"
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
@@ -335,6 +336,14 @@ def feedback_at_rate() -> Iterator[Group]:
     for title, flags in wires.items():
         arms = {name: at_rate(wire, COMMON_RATE) for name, wire in flags.items()}
         yield group(f"GPT, 1.3M parameters, {title}", arms, control=_BF16_AT_RATE)
+
+
+def islands_at_rate() -> Group:
+    """Two islands that agree every 32 steps in int4 with LoCo, from the first step on or after a fifth of the run."""
+    flags = at_rate(TWO_ISLANDS, COMMON_RATE)
+    later = Arm(AFTER_A_FIFTH, f"{flags} --load {{begun}}", _BF16_AT_RATE, begins=_BF16_AT_RATE)
+    title = "GPT, 1.3M parameters, 2 islands that agree every 32 steps in int4 with LoCo"
+    return Group(title, (Arm("from the first step on", flags, _BF16_AT_RATE), later))
 
 
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
@@ -554,6 +563,7 @@ EXPERIMENTS = {
             ),
             rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
             rates_of(f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}", BF16_WIRE.flags, LARGE_BATCHES),
+            rates_of("GPT, 1.3M parameters: 2 islands", TWO_ISLANDS, ""),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -576,6 +586,7 @@ EXPERIMENTS = {
                 {"bf16": at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags} --eval-iters 16", COMMON_RATE)},
                 control=_BF16_AT_RATE,
             ),
+            islands_at_rate(),
             *feedback_at_rate(),
         ),
         scale="tuned",
