@@ -25,8 +25,14 @@ PLACES = {
     "errors": dict(offload="errors"),
     "card, host": dict(weight_copies="card", offload="copies"),
 }
-CASES = [("lossless", "card"), ("int8", "card"), ("int8", "card, host"), ("int8", "errors"), ("int6", "card")]
-CASES += [(name, "host") for name in RECIPE | WITHOUT_MOVES]
+# where copies are in a run that must equal one with a node's
+CASES = {
+    "int8": ("card", "card, host", "errors", "host"),
+    "lossless": ("card", "host"),
+    "int6": ("card", "host"),
+    "copies in int8": ("host",),
+    "copies in 16 bits": ("host",),
+}
 PATHS = (("node", "card"), ("card", "host"), ("host", "errors"), ("errors", "node"))
 
 
@@ -104,38 +110,33 @@ def bytes_of_a_step(config, place):
     return shards(model), sent
 
 
-@pytest.fixture(scope="module")
-def found():
-    configs = RECIPE | WITHOUT_MOVES
-    cases = {
-        f"{name} {place}": partial(everything_a_loop_does, configs[name], place)
-        for name, place in [*CASES, *((name, "node") for name in configs)]
-    }
-    cases |= {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in PATHS}
-    cases |= {place: partial(bytes_of_a_step, WEIGHTS, place) for place in ("node", "card", "host")}
+@pytest.mark.parametrize("name", ["int8", *(pytest.param(name, marks=pytest.mark.long) for name in [*CASES][1:])])
+def test_a_run_trains_and_evaluates_to_the_same_bits(name):
+    config = (RECIPE | WITHOUT_MOVES)[name]
+    cases = {place: partial(everything_a_loop_does, config, place) for place in ("node", *CASES[name])}
+    found = run_in_turn(4, cases)
+    for place in CASES[name]:
+        for node, elsewhere in zip(found["node"], found[place], strict=True):
+            assert all(a.equal(b) for a, b in zip(node, elsewhere, strict=True)), place
+
+
+def test_a_saved_run_goes_on_where_its_copies_are_elsewhere():
+    found = run_in_turn(4, {f"from {a} to {b}": partial(resumed_elsewhere, a, b) for a, b in PATHS})
+    for path, ranks in found.items():
+        for stayed, moved in ranks:
+            assert all(x.equal(y) for x, y in zip(stayed, moved, strict=True)), path
+
+
+def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves():
+    cases = {place: partial(bytes_of_a_step, WEIGHTS, place) for place in ("node", "card", "host")}
     alone = replace(WEIGHTS, weight_copies="card", hpz_partition_size=1, ranks_per_node=1)
-    return run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone, "node")})
-
-
-@pytest.mark.parametrize(("name", "place"), CASES)
-def test_a_run_trains_and_evaluates_to_the_same_bits(found, name, place):
-    for node, elsewhere in zip(found[f"{name} node"], found[f"{name} {place}"], strict=True):
-        assert all(a.equal(b) for a, b in zip(node, elsewhere, strict=True))
-
-
-def test_a_saved_run_goes_on_where_its_copies_are_elsewhere(found):
-    for a, b in PATHS:
-        for stayed, moved in found[f"from {a} to {b}"]:
-            assert all(x.equal(y) for x, y in zip(stayed, moved, strict=True))
-
-
-def test_nothing_is_gathered_within_nodes_and_nodes_of_one_rank_send_moves(found):
-    cases = ("node", "card", "nodes of one rank", "host")
-    node, card, alone, host = ([weights for weights, _ in found[case]] for case in cases)
+    found = run_in_turn(4, cases | {"nodes of one rank": partial(bytes_of_a_step, alone, "node")})
+    order = ("node", "card", "nodes of one rank", "host")
+    node, card, alone, host = ([weights for weights, _ in found[case]] for case in order)
     for ranks in zip(node, card, alone, host, strict=True):
         assert all(a.equal(b) and a.equal(c) and a.equal(d) for a, b, c, d in zip(*ranks, strict=True))
     # Gradients go around FSDP2's ring: the first rank's stay within the node, the second's leave it.
-    (first, second), (moved, passed_on), (_, apart), in_host = ([sent for _, sent in found[case][:2]] for case in cases)
+    (first, second), (moved, passed_on), (_, apart), in_host = ([sent for _, sent in found[case][:2]] for case in order)
     assert passed_on.intra_node < second.intra_node / 2 and moved.inter_node < 1.5 * first.inter_node
     assert apart.intra_node == 0 and in_host == [first, second]
 
