@@ -115,7 +115,7 @@ def flags_of(scale: Scale, arm: Arm, begun: str = "begun") -> str:
 def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dict[str, Any]:
     """One run; its row, which is also appended to the results. Raises RuntimeError when it fails."""
     scale, start, load = SCALES[scale_name], time.monotonic(), round(os.getloadavg()[0], 2)
-    steps, sent, commands = 0, 0.0, []  # sent: bytes per parameter so far
+    steps, sent, losses, commands = 0, 0.0, [], []  # sent: bytes per parameter so far
     launcher = (
         "python" if arm.real_ranks is None else f"torch.distributed.run --standalone --nproc-per-node {arm.real_ranks}"
     )
@@ -130,7 +130,8 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
             steps = round(scale.train_iters * arm.begins_share)
             first = flags_of(scale, Arm("", arm.begins))
             first += f" --save {begun} --save-interval {steps} --exit-interval {steps}"
-            sent = steps * bytes_per_parameter(run(f"{first} {text} --seed {seed}"), first)
+            beginning = run(f"{first} {text} --seed {seed}")
+            sent, losses = steps * bytes_per_parameter(beginning, first), interval_losses(beginning)
         flags = f"{flags_of(scale, arm, begun)} {text} --seed {seed}"
         log = run(flags)
     validation_loss = log.last("lm loss validation")
@@ -154,7 +155,7 @@ def train(results: Path, scale_name: str, text: str, arm: Arm, seed: int) -> dic
         "validation_loss": validation_loss,
         "bytes_per_parameter": round(sent / scale.train_iters, 4),
         "bytes_of_intervals": intervals,
-        "train_losses": interval_losses(log),
+        "train_losses": losses + interval_losses(log),
         "observed": observed,
         "seconds": round(time.monotonic() - start, 1),
         "command": " && ".join(commands),
