@@ -486,9 +486,11 @@ def readme_table() -> str:
         lines[-1] += [pair(setting, "seconds", 2, rate=rate) for setting in columns.values()]
     lines.append(["peak memory of a rank, MB"])
     lines[-1] += [f"{max(figures(setting, 'peak_mb')):.0f}" for setting in columns.values()]
-    study = {scale: by_flags_and_seed(read_results(STUDY, scale)) for scale in ("cpu", "tuned")}
-    losses = [losses_of_recipe(name, study["cpu"], study["tuned"])[0] for name in ("int8", "int6")]
-    lines.append(["loss over FSDP2's", "", "", "", "", *losses])
+    study = by_flags_and_seed(read_results(STUDY, "tuned"))
+    for model, *losses in zip(
+        ("GPT", "Llama"), *(losses_of_recipe(name, study) for name in ("int8", "int6")), strict=True
+    ):
+        lines.append([f"loss over bf16's, {model}", "", "", "", "", *losses])
     return markdown_table(["", *columns], lines)
 
 

@@ -92,7 +92,7 @@ BLOCKS = between_nodes.BLOCKS | {  # tables that results make, by page and place
     EVIDENCE / "scaling.md": {"scaling": scaling.tables, "launches": launches.table},
     REFERENCE / "memory.md": {"memory": memory.table, "saves": memory.table_of_saves},
     ROOT / "docs" / "how-to" / "choose-settings.md": {"ways": memory.table_of_ways},
-    REFERENCE / "recipes.md": {"recipes": lambda: study_tables.table_of_recipes(rows_of("cpu"), rows_of("tuned"))},
+    REFERENCE / "recipes.md": {"recipes": lambda: study_tables.table_of_recipes(rows_of("tuned"))},
 }
 
 

@@ -161,26 +161,20 @@ def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
     return drawn.getvalue()
 
 
-def losses_of_recipe(name: str, rows: Rows, tuned: Rows) -> list[str]:
-    """Losses on the GPT (E19, over the bf16 wire) and the Llama (E15, over the fp32 wire); "" below three seeds."""
-    gpt, llama = EXPERIMENTS["E19"].groups[0], EXPERIMENTS["E15"].groups[1]
-    found = [
-        list(excesses(arm, rows).values())
-        for group, rows in ((gpt, tuned), (llama, rows))
-        for arm in group.arms
-        if arm.name.partition(":")[0].strip("`") == name
-    ]
-    return ([difference(values) if len(values) >= 3 else "" for values in found] + ["", ""])[:2]
+def losses_of_recipe(name: str, rows: Rows) -> list[str]:
+    """Losses over the bf16 wire on the GPT and the Llama of E19; "" below three seeds."""
+    gpt_and_llama = EXPERIMENTS["E19"].groups[:2]
+    arms = [arm for group in gpt_and_llama for arm in group.arms if arm.name.strip("`") == name]
+    found = [list(excesses(arm, rows).values()) for arm in arms]
+    return [difference(values) if len(values) >= 3 else "" for values in found] or ["", ""]
 
 
-def table_of_recipes(rows: Rows, tuned: Rows) -> str:
-    """The recipes, with what their arms of E15 and E19 lose, and bytes of E15."""
-    sent = {
-        arm.name.partition(":")[0]: f"{next(iter(rows[arm.flags].values()))['bytes_per_parameter']:.2f}"
-        for arm in EXPERIMENTS["E15"].groups[1].arms
-    }
+def table_of_recipes(rows: Rows) -> str:
+    """The recipes, with what their arms of E19 lose, and bytes of the GPT."""
+    arms = {arm.name.strip("`"): arm.flags for arm in EXPERIMENTS["E19"].groups[0].arms}
+    sent = {name: f"{rows[flags][1]['bytes_per_parameter']:.2f}" for name, flags in arms.items() if name in RECIPES}
     lines = [
-        [f"`{name}`", recipe.summary, sent.get(name, ""), *losses_of_recipe(name, rows, tuned), recipe.evidence]
+        [f"`{name}`", recipe.summary, sent.get(name, ""), *losses_of_recipe(name, rows), recipe.evidence]
         for name, recipe in RECIPES.items()
     ]
     return markdown_table(["recipe", "what it sends", "bytes", "loss, GPT", "loss, Llama", "evidence"], lines)
