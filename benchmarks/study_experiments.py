@@ -6,6 +6,7 @@ GPT (both db9a989d), E13 of rates that E18 replaces: results/old/.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from study_arms import BF16, HPZ, LARGER, LLAMA, NODES, RANKS, Arm, Experiment, Group, group
 
@@ -294,6 +295,7 @@ POWER_SGD = {n: f"--trial powersgd:{n} {BF16} --global-batch-size {{batch}}" for
 TWO_ISLANDS = f"{BF16_WIRE.flags} --islands 2 --island-sync-interval 32{SHORT_MOMENTUM}{ISLAND_WIRES['int4, LoCo']}"
 RATES = (0.001, 0.0015, 0.002, 0.003)
 COMMON_RATE = 0.002
+ISLAND_RATES = {"from the first step on": 0.001, AFTER_A_FIFTH: 0.001}  # their best of E18
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
 
 
@@ -338,12 +340,20 @@ def feedback_at_rate() -> Iterator[Group]:
         yield group(f"GPT, 1.3M parameters, {title}", arms, control=_BF16_AT_RATE)
 
 
-def islands_at_rate() -> Group:
+def islands_at(rate: float, how: str) -> Arm:
     """Two islands that agree every 32 steps in int4 with LoCo, from the first step on or after a fifth of the run."""
-    flags = at_rate(TWO_ISLANDS, COMMON_RATE)
-    later = Arm(AFTER_A_FIFTH, f"{flags} --load {{begun}}", _BF16_AT_RATE, begins=_BF16_AT_RATE)
-    title = "GPT, 1.3M parameters, 2 islands that agree every 32 steps in int4 with LoCo"
-    return Group(title, (Arm("from the first step on", flags, _BF16_AT_RATE), later))
+    flags = at_rate(TWO_ISLANDS, rate)
+    if how == AFTER_A_FIFTH:
+        begins = at_rate(BF16_WIRE.flags, rate)
+        return Arm(how, f"{flags} --load {{begun}}", _BF16_AT_RATE, begins=begins)
+    return Arm(how, flags, _BF16_AT_RATE)
+
+
+def island_rates_of(how: str) -> Group:
+    """Two islands at each of ``RATES``."""
+    control = islands_at(COMMON_RATE, how).flags
+    arms = [replace(islands_at(rate, how), name=f"learning rate {rate:g}", control=control) for rate in RATES]
+    return Group(f"GPT, 1.3M parameters: 2 islands {how}", tuple(arms))
 
 
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
@@ -563,7 +573,7 @@ EXPERIMENTS = {
             ),
             rates_of("GPT, 1.3M parameters: DDP with PowerSGD of rank 4", POWER_SGD[2], "", real_ranks=1),
             rates_of(f"GPT, 1.3M parameters: bf16, {FOUR_TIMES}", BF16_WIRE.flags, LARGE_BATCHES),
-            rates_of("GPT, 1.3M parameters: 2 islands", TWO_ISLANDS, ""),
+            *(island_rates_of(how) for how in ISLAND_RATES),
             *(muon_rates_of(name) for name in UNDER_MUON),
         ),
         scale="rates",
@@ -586,7 +596,10 @@ EXPERIMENTS = {
                 {"bf16": at_rate(f"{LARGE_BATCHES} {BF16_WIRE.flags} --eval-iters 16", COMMON_RATE)},
                 control=_BF16_AT_RATE,
             ),
-            islands_at_rate(),
+            Group(
+                "GPT, 1.3M parameters, 2 islands that agree every 32 steps in int4 with LoCo",
+                tuple(replace(islands_at(rate, how), name=f"{how}, {rate:g}") for how, rate in ISLAND_RATES.items()),
+            ),
             *feedback_at_rate(),
         ),
         scale="tuned",
