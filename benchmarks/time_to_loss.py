@@ -9,7 +9,7 @@ from typing import Any
 import against_peers as race
 from common import markdown_table
 from study_arms import LOG_INTERVAL
-from study_experiments import COMMON_RATE, HEADLINE, POWER_SGD, at_rate
+from study_experiments import COMMON_RATE, HEADLINE, ISLAND_RATES, POWER_SGD, at_rate, islands_at
 from study_tables import Rows, half_width
 
 from megatron_zpp.zeropp.recipes import RECIPES
@@ -21,6 +21,7 @@ BF16 = at_rate(HEADLINE["bf16"], COMMON_RATE)
 CURVES = dict.fromkeys(["FSDP2", "FSDP2, kept", "HSDP, kept", race.MEGATRON_FSDP[0], race.HIERARCHY], BF16)
 CURVES[race.POWER_SGD] = at_rate(POWER_SGD[80], COMMON_RATE)
 CURVES |= {f"{name}, kept": at_rate(HEADLINE[f"`{name}`"], COMMON_RATE) for name in RECIPES if name != "zero3"}
+CURVES |= {f"2 islands {how}": islands_at(rate, how).flags for how, rate in ISLAND_RATES.items()}  # not raced
 
 
 def curve(lines: Sequence[float]) -> list[float]:
@@ -61,7 +62,9 @@ def table(rows: Rows) -> str:
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
         is_compared = flags != BF16 and len(more) > 1
         over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if is_compared else ""
-        minutes = (f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in race.SHOWN)
+        raced = [cell for cell in race.SHOWN if setting in race.SETTINGS]
+        minutes = [f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in raced]
+        minutes += [""] * (len(race.SHOWN) - len(raced))
         once = len(race.ratios(setting, "int8, kept", rate=None, micro_batches=1)) == 1
         lines.append([race.name_of(setting) + " (one turn)" * once, f"{mean:.0f}{over}", *minutes])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
