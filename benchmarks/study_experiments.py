@@ -342,10 +342,10 @@ def feedback_at_rate() -> Iterator[Group]:
 
 def islands_at(rate: float, how: str) -> Arm:
     """Two islands that agree every 32 steps in int4 with LoCo, from the first step on or after a fifth of the run."""
+    arm = Arm(how, at_rate(TWO_ISLANDS, rate), _BF16_AT_RATE)
     if how == AFTER_A_FIFTH:
-        begins = at_rate(BF16_WIRE.flags, rate)
-        return Arm(how, at_rate(TWO_ISLANDS, rate) + " --load {begun}", _BF16_AT_RATE, begins=begins)
-    return Arm(how, at_rate(TWO_ISLANDS, rate), _BF16_AT_RATE)
+        return replace(arm, flags=f"{arm.flags} --load {{begun}}", begins=at_rate(BF16_WIRE.flags, rate))
+    return arm
 
 
 def island_rates_of(how: str) -> Group:

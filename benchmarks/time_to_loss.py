@@ -51,22 +51,21 @@ def lines_to(goal: float, losses: list[float]) -> float:
 
 def table(rows: Rows) -> str:
     """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
-    lines = []
+    lines, no_minutes = [], [""] * len(race.SHOWN)
     for setting, flags in CURVES.items():
         steps, base = steps_of(flags, rows), steps_of(BF16, rows)
         mean = steps.pop(None)
         if mean == math.inf:
-            lines.append([race.name_of(setting), "not reached", *[""] * len(race.SHOWN)])
+            lines.append([race.name_of(setting), "not reached", *no_minutes])
             continue
         more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
         reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
         is_compared = flags != BF16 and len(more) > 1
         over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if is_compared else ""
-        raced = [cell for cell in race.SHOWN if setting in race.SETTINGS]
+        raced = race.SHOWN if setting in race.SETTINGS else []
         minutes = [f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in raced]
-        minutes += [""] * (len(race.SHOWN) - len(raced))
         once = len(race.ratios(setting, "int8, kept", rate=None, micro_batches=1)) == 1
-        lines.append([race.name_of(setting) + " (one turn)" * once, f"{mean:.0f}{over}", *minutes])
+        lines.append([race.name_of(setting) + " (one turn)" * once, f"{mean:.0f}{over}", *(minutes or no_minutes)])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
 
 

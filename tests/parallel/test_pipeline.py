@@ -117,7 +117,7 @@ def test_a_killed_stage_ends_the_job_and_is_named(data):
     assert "rank      : 2 (local_rank: 2)" in report and "host      : " in report and "Signal 9" in report, err
 
 
-@pytest.mark.long  # 10 s of it without torchrun
+@pytest.mark.long  # it stops torchrun for 10 s
 def test_other_stages_name_the_exchange_that_a_killed_one_broke(data):
     for _ in range(3):  # a kill may also meet them in a collective
         process = torchrun(4, flags(data, ENDLESS), warm=False)
