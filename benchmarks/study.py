@@ -35,7 +35,7 @@ NODES_FLAG = "--(?:local|emulate)-nodes"  # arms, whose flags name their rows, h
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("command", choices=["run"], help="train what is not in the results yet")
-    parser.add_argument("experiments", nargs="*", metavar="E1…E21", help="default: all of the scale")
+    parser.add_argument("experiments", nargs="*", metavar="E1…E22", help="default: all of the scale")
     parser.add_argument("--match", default="", metavar="REGEX", help="only arms whose name or flags hold it")
     parser.add_argument("--seeds", type=int, nargs="+", help="default as the scale says")
     parser.add_argument("--jobs", type=int, help="runs side by side; default as the scale says")

@@ -57,7 +57,8 @@ SCALES = {
     # "tuned" trains on, and never sees what "tuned" is validated on.
     "rates": replace(CPU, text_of="cpu", seeds=(101, 102), split="96,2,2"),
     "tuned": replace(CPU, text_of="cpu", seeds=(1, 2, 3, 4, 5, 6, 7, 8)),
-    # 5.2M parameters, 3.3M tokens
+    # 5.2M parameters, and their rates: 13.1M and 3.3M tokens
+    "5m": replace(LONGER, shape=LLAMA_5M),
     "5m-rates": replace(LONGER, shape=LLAMA_5M, train_iters=800, seeds=(101,), split="96,2,2"),
     # 15.7M parameters
     "llama": replace(LONGER, shape=LLAMA_16M, seeds=(1,)),

@@ -616,5 +616,17 @@ EXPERIMENTS = {
         scale="5m-rates",
         control=f"{RATES[0]:g}",
     ),
+    "E22": Experiment(
+        "A Llama of 5.2 million parameters",
+        (
+            group(
+                f"Llama, 5.2M parameters, {COMMON_RATE:g}",  # the best rate of each in E21
+                {name: at_rate(HEADLINE[name], COMMON_RATE) for name in ("bf16", "`int8`", "`int6`")},
+                control=at_rate(HEADLINE["bf16"], COMMON_RATE),
+            ),
+        ),
+        scale="5m",
+        control="the bf16 wire",
+    ),
 }
 OBSERVED = {name for experiment in EXPERIMENTS.values() for name in experiment.observed}

@@ -132,7 +132,7 @@ def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
     return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines) if lines else ""
 
 
-SIZES = [("E19", 0), ("E19", 1), ("E17", 0)]  # experiments and their groups, by size of the model
+SIZES = [("E19", 0), ("E19", 1), ("E22", 0), ("E17", 0)]  # experiments and their groups, by size of the model
 
 
 def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
