@@ -1,7 +1,6 @@
 """Fine-tunes a pretrained model with weights in 16, 8, 6, 4 and 2 bits: how few are enough?
 
-    python benchmarks/finetuning_bits.py          # pretrains a Llama once, then fine-tunes what has no row yet
-    python benchmarks/finetuning_bits.py --table
+    python benchmarks/finetuning_bits.py  # pretrains a Llama once, then fine-tunes what has no row yet
 
 The base is a Llama of 1.6 million parameters: pretrained on torch's sources by ZeRO-3's numerics, exported to Hugging
 Face's format, and imported from there. It is fine-tuned on sympy's sources, 4 local ranks as 2
@@ -62,9 +61,8 @@ def make_tuning_text() -> str:
     if not Path(f"{prefix}_text_document.idx").exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
         run("examples/quickstart/make_corpus.py", "--packages", "sympy", "--max-megabytes", 8, "--output", corpus)
-        run(
-            "tools/preprocess_data.py", "--input", corpus, "--output-prefix", prefix, "--append-eod", *tokenizer.split()
-        )
+        files = f"--input {corpus} --output-prefix {prefix} --append-eod {tokenizer}"
+        run("tools/preprocess_data.py", *files.split())
     return f"--data-path {prefix}_text_document --split 90,10,0 {tokenizer}"
 
 
@@ -99,15 +97,13 @@ def table() -> str:
 
 
 def main() -> None:
-    parser = new_parser(__doc__)
-    parser.add_argument("--table", action="store_true", help="print what was measured")
-    if not parser.parse_args().table:
-        text = make_tuning_text()
-        checkpoint, loss = pretrain(text)
-        measure_once(PATH, {"what": "before"}, lambda: {"validation_loss": loss})
-        for seed in SEEDS:
-            for name, wire in WIRES.items():
-                measure_once(PATH, {"wire": name, "seed": seed}, partial(tune, checkpoint, text, wire, seed))
+    new_parser(__doc__).parse_args()
+    text = make_tuning_text()
+    checkpoint, loss = pretrain(text)
+    measure_once(PATH, {"what": "before"}, lambda: {"validation_loss": loss})
+    for seed in SEEDS:
+        for name, wire in WIRES.items():
+            measure_once(PATH, {"wire": name, "seed": seed}, partial(tune, checkpoint, text, wire, seed))
     print(table())
 
 

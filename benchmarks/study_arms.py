@@ -60,10 +60,8 @@ SCALES = {
     # 5.2M parameters, and their rates: 13.1M and 3.3M tokens
     "5m": replace(LONGER, shape=LLAMA_5M),
     "5m-rates": replace(LONGER, shape=LLAMA_5M, train_iters=800, seeds=(101,), split="96,2,2"),
-    # 15.7M parameters
-    "llama": replace(LONGER, shape=LLAMA_16M, seeds=(1,)),
-    # 30M parameters, 25M tokens
-    "gpu": LARGE,
+    "llama": replace(LONGER, shape=LLAMA_16M, seeds=(1,)),  # 15.7M parameters
+    "gpu": LARGE,  # 30M parameters, 25M tokens
     # 187M parameters, 39M tokens
     "gpu-llama": replace(
         LARGE, shape=LLAMA_187M, train_iters=1200, eval_iters=16, lr=6e-4, text_of="gpu", ranks=8, seeds=(1,)

@@ -5,7 +5,7 @@ E2 and E6 were of weight differences (commit cdc7657 trains them), E7 of scales 
 GPT (both db9a989d), E13 of rates that E18 replaces: results/old/.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from study_arms import BF16, HPZ, LARGER, LLAMA, NODES, RANKS, Arm, Experiment, Group, group
@@ -161,7 +161,6 @@ def islands(number: int) -> Group:
             name = f"{every(interval)}, {wire}, {AFTER_A_FIFTH}"
             begun = f"{flags} {interval}{INTERVALS[interval]}{ISLAND_WIRES[wire]} --load {{begun}}"
             arms.append(Arm(name, begun, begins=f"{BF16} --zeropp int8"))
-    arms.append(Arm("every 32 steps, fp32, a momentum of 0.9", f"{flags} 32"))
     return Group(f"{number} islands", tuple(arms))
 
 
@@ -309,12 +308,13 @@ def rates_of(name: str, flags: str, model: str, control: float = COMMON_RATE, re
     return group(name, arms, control=at_rate(f"{model} {flags}".strip(), control), real_ranks=real_ranks)
 
 
-def headline(title: str, model: str, rate: float) -> Group:
-    """Each headline wire at one learning rate, against the bf16 wire."""
-    arms = {name: at_rate(f"{model} {flags}".strip(), rate) for name, flags in HEADLINE.items()}
+def headline(title: str, model: str, rate: float, names: Iterable[str] = HEADLINE) -> Group:
+    """Return headline wires at one learning rate, against the bf16 wire."""
+    arms = {name: at_rate(f"{model} {HEADLINE[name]}".strip(), rate) for name in names}
     return group(f"{title}, {rate:g}", arms, control=arms["bf16"])
 
 
+AT_5M = ("bf16", "`int8`", "`int6`")
 UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
 
 
@@ -539,14 +539,13 @@ EXPERIMENTS = {
     ),
     "E16": Experiment(
         "Float8 products",
-        tuple(
+        (
             group(
-                f"Llama, 1.6M parameters, a quarter of the steps: {wire}",
-                {name: f"{flags} {products}".strip() for name, products in FLOAT8.items()},
+                "Llama, 1.6M parameters, a quarter of the steps: int8, moved codes, 4-bit gradients, LoCo",
+                {name: f"{INT8} {products}".strip() for name, products in FLOAT8.items()},
                 common=f"{LLAMA} --train-iters 200",
-                control=f"{LLAMA} --train-iters 200 {flags}",
-            )
-            for wire, flags in (("int8, moved codes, 4-bit gradients, LoCo", INT8), ("bf16", BF16_WIRE.flags))
+                control=f"{LLAMA} --train-iters 200 {INT8}",
+            ),
         ),
         control="bf16 products",
     ),
@@ -612,19 +611,13 @@ EXPERIMENTS = {
     ),
     "E21": Experiment(
         "Learning rates of a Llama of 5.2 million parameters",
-        tuple(rates_of(name, HEADLINE[name], "", control=RATES[0]) for name in ("bf16", "`int8`", "`int6`")),
+        tuple(rates_of(name, HEADLINE[name], "", control=RATES[0]) for name in AT_5M),
         scale="5m-rates",
         control=f"{RATES[0]:g}",
     ),
     "E22": Experiment(
         "A Llama of 5.2 million parameters",
-        (
-            group(
-                f"Llama, 5.2M parameters, {COMMON_RATE:g}",  # the best rate of each in E21
-                {name: at_rate(HEADLINE[name], COMMON_RATE) for name in ("bf16", "`int8`", "`int6`")},
-                control=at_rate(HEADLINE["bf16"], COMMON_RATE),
-            ),
-        ),
+        (headline("Llama, 5.2M parameters", "", COMMON_RATE, AT_5M),),  # each one's best rate of E21
         scale="5m",
         control="the bf16 wire",
     ),
