@@ -413,6 +413,12 @@ def ratios(setting: str, other: str, **where: Any) -> list[float]:
     return [ours[turn] / others[turn] for turn in ours.keys() & others.keys()]
 
 
+def seconds(setting: str, **cell: Any) -> float:
+    """Return a step's seconds: the median of int8 with kept weights, times the median ratio to it turn by turn."""
+    base = statistics.median(figures("int8, kept", "seconds", **cell))
+    return base * statistics.median(ratios(setting, "int8, kept", **cell))
+
+
 def median_of_turns(values: Iterable[float]) -> str:
     """Format the median, and least to most if there are several; "" for none."""
     turns = sorted(values)
@@ -475,15 +481,16 @@ def readme_table() -> str:
     columns = {"FSDP2, tuned": "FSDP2, kept", "HSDP": "HSDP, kept", "Megatron-FSDP's HSDP": MEGATRON_FSDP[0]}
     columns |= {"hybrid FSDP": HIERARCHY, "`int8`": "int8, kept", "`int6`": "int6, kept"}
 
-    def pair(setting: str, name: str, digits: int, **where: Any) -> str:
-        medians = [statistics.median(figures(setting, name, micro_batches=n, **where)) for n in MEASURED_STEPS]
-        return " / ".join(f"{value:.{digits}f}" for value in medians)
+    def pair(values: Iterable[float]) -> str:
+        return " / ".join(f"{value:.2f}" for value in values)
 
-    lines = [["bytes that leave a node, per parameter and step"]]
-    lines[0] += [pair(setting, "bytes_per_parameter", 2) for setting in columns.values()]
+    def sent(setting: str) -> Iterator[float]:
+        return (statistics.median(figures(setting, "bytes_per_parameter", micro_batches=n)) for n in MEASURED_STEPS)
+
+    lines = [["bytes that leave a node, per parameter and step", *(pair(sent(s)) for s in columns.values())]]
     for rate in reversed(RATES):
         lines.append([f"seconds per step, {'no limit' if rate is None else in_words(rate)}"])
-        lines[-1] += [pair(setting, "seconds", 2, rate=rate) for setting in columns.values()]
+        lines[-1] += [pair(seconds(s, rate=rate, micro_batches=n) for n in MEASURED_STEPS) for s in columns.values()]
     lines.append(["peak memory of a rank, MB"])
     lines[-1] += [f"{max(figures(setting, 'peak_mb')):.0f}" for setting in columns.values()]
     study = by_flags_and_seed(read_results(STUDY, "tuned"))

@@ -131,7 +131,7 @@ ISLAND_WIRES = {
     "int2, LoCo": " --island-bits 2 --island-loco",
 }
 # The best of 0.001, 0.002 and 0.003, of one seed. All others have 0.001.
-HIGHER_RATE = Arm("fp32 wire, 0.002", "--lr 0.002")
+HIGHER_RATE = Arm("fp32 wire, 0.002 down to 0.0001", "--lr 0.002")
 AFTER_A_FIFTH = "after a fifth at every step"
 FRAGMENTS = {
     "2 fragments": " --island-fragments 2",
@@ -207,7 +207,6 @@ LARGEST_FIFTH = f"{gradients(8, 1)} {loco(0.95, 'inter')} {ELEMENT_SCALES} --zer
 LARGEST_FIFTH += "--zeropp-gradient-bits-warmup {warmup}:4"
 LARGE_BATCHES = "--global-batch-size {large} --train-iters 200"
 FOUR_TIMES = "batches of 4 times the samples, a quarter of the steps"
-HIGHER = "--lr 0.0014 --min-lr 0.00014"
 
 # E9
 
@@ -230,13 +229,15 @@ MUON_PERIODS = {
 }
 
 
-def muon_at(rate: float, period: str) -> str:
-    return (
-        f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {period} --lr {rate} --min-lr {rate / 10}"
-    )
+def at_rate(flags: str, rate: float) -> str:
+    return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
 
 
-MUON = muon_at(0.004, MUON_PERIODS["whole matrices"])
+def muon_at(rate: float, period: str = MUON_PERIODS["whole matrices"]) -> str:
+    return at_rate(f"--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2 {period}", rate)
+
+
+MUON = muon_at(0.004)
 
 
 def with_muon(title: str, wire: str, rates: tuple[float, ...]) -> Group:
@@ -253,9 +254,10 @@ RECIPES = {
     "ZeRO++ (int8 weights, 4-4 gradients)": f"{weights(8, 256)} {gradients(4, 4)}",
     "ZeRO++ with LoCo": f"{weights(8, 256)} {gradients(4, 4)} {LOCO_ON_BOTH_HOPS}",
 }
-# What docs/reference/recipes.md proposes for few bytes.
-MOVED_CODES = f"{few_bits(moves(6), 2)} {ELEMENT_SCALES}"
+# What `int8`, `int6` and `ternary` set.
 INT8 = f"{BF16} {moves(8)} {gradients(8, 4)} {loco(0.8, 'inter')}"
+INT6 = f"{few_bits(moves(6), 2)} {ELEMENT_SCALES}"
+TERNARY = f"{BF16} {moves(6)} {LARGEST_FIFTH}"
 FLOAT8 = {"bf16": "", "float8, tensorwise": "--fp8-format hybrid", "float8, rowwise": "--fp8-format e4m3"}
 
 
@@ -282,7 +284,8 @@ def blocked_or_not(title: str, model: str) -> Group:
 # E18 to E20. DeepSpeed's groups of these models: gradients in groups of a matrix's smaller dimension (192), weights in
 # groups of 4,608 to 6,912 elements.
 PUBLISHED_WEIGHTS = weights(8, 6144)
-PUBLISHED = f"{PUBLISHED_WEIGHTS} {gradients(4, 4, 192)}"
+PUBLISHED_GRADIENTS = gradients(4, 4, 192)
+PUBLISHED = f"{PUBLISHED_WEIGHTS} {PUBLISHED_GRADIENTS}"
 HEADLINE = {
     "bf16": BF16_WIRE.flags,
     "fp32": "",
@@ -298,14 +301,11 @@ ISLAND_RATES = {"from the first step on": 0.001, AFTER_A_FIFTH: 0.0015}  # their
 MODELS = {"GPT, 1.3M parameters": ("", COMMON_RATE), "Llama, 1.6M parameters": (LLAMA, 0.0015)}  # bf16's best of E18
 
 
-def at_rate(flags: str, rate: float) -> str:
-    return f"{flags} --lr {rate:g} --min-lr {rate / 10:g}".strip()
-
-
 def rates_of(name: str, flags: str, model: str, control: float = COMMON_RATE, real_ranks: int | None = None) -> Group:
     """One wire at each of ``RATES``."""
-    arms = {f"learning rate {rate:g}": at_rate(f"{model} {flags}".strip(), rate) for rate in RATES}
-    return group(name, arms, control=at_rate(f"{model} {flags}".strip(), control), real_ranks=real_ranks)
+    flags = f"{model} {flags}".strip()
+    arms = {f"learning rate {rate:g}": at_rate(flags, rate) for rate in RATES}
+    return group(name, arms, control=at_rate(flags, control), real_ranks=real_ranks)
 
 
 def headline(title: str, model: str, rate: float, names: Iterable[str] = HEADLINE) -> Group:
@@ -314,13 +314,14 @@ def headline(title: str, model: str, rate: float, names: Iterable[str] = HEADLIN
     return group(f"{title}, {rate:g}", arms, control=arms["bf16"])
 
 
+HEADLINES = [headline(title, *model) for title, model in MODELS.items()]
 AT_5M = ("bf16", "`int8`", "`int6`")
 UNDER_MUON = ("bf16", "`int8`", "`int6`", "`ternary`")
 
 
 def muon_rates_of(name: str) -> Group:
     """One wire under Muon at each of ``MUON_RATES``, and at twice the highest."""
-    arms = {f"learning rate {r:g}": f"{HEADLINE[name]} {muon_at(r, '--muon-period 1')}" for r in (*MUON_RATES, 0.016)}
+    arms = {f"learning rate {r:g}": f"{HEADLINE[name]} {muon_at(r)}" for r in (*MUON_RATES, 0.016)}
     return group(f"GPT, 1.3M parameters, Muon: {name}", arms, control=f"{HEADLINE[name]} {MUON}")
 
 
@@ -356,23 +357,23 @@ def island_rates_of(how: str) -> Group:
 
 
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
-TABLE_5 = Group(
-    "GPT, 1.3M parameters",
-    (
-        Arm("ZeRO-3", _BF16_AT_RATE, _BF16_AT_RATE),
-        Arm("hpZ, qwZ, qgZ", at_rate(PUBLISHED, COMMON_RATE), _BF16_AT_RATE),
-        Arm(
-            "hpZ, qwZ, qgZ for the first half",  # resumes without qgZ, within a node too, from a checkpoint
-            at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16 --load {{begun}}", COMMON_RATE),
-            _BF16_AT_RATE,
-            begins=at_rate(PUBLISHED, COMMON_RATE),
-            begins_share=0.5,
-        ),
-        Arm("hpZ, qwZ, no qgZ", at_rate(f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16", COMMON_RATE), _BF16_AT_RATE),
-        Arm("hpZ, qwZ, qgZ, LoCo", at_rate(f"{PUBLISHED} {LOCO_ON_BOTH_HOPS}", COMMON_RATE), _BF16_AT_RATE),
-        Arm("`int8`", at_rate(f"{BF16} --zeropp int8", COMMON_RATE), _BF16_AT_RATE),
-    ),
-)
+
+
+def table_5(title: str, weight_flags: str, gradient_flags: str) -> Group:
+    """Return the arms of ZeRO++'s Table 5, then LoCo and `int8`."""
+    no_qgz, all_three = f"{weight_flags} --grad-reduce-in-bf16", f"{weight_flags} {gradient_flags}"
+    arms = {
+        "ZeRO-3": BF16_WIRE.flags,
+        "hpZ, qwZ, qgZ": all_three,
+        "hpZ, qwZ, qgZ for the first half": f"{no_qgz} --load {{begun}}",  # without qgZ within a node, too
+        "hpZ, qwZ, no qgZ": no_qgz,
+        "hpZ, qwZ, qgZ, LoCo": f"{all_three} {LOCO_ON_BOTH_HOPS}",
+        "`int8`": HEADLINE["`int8`"],
+    }
+    begins = at_rate(all_three, COMMON_RATE)
+    made = group(title, {name: at_rate(flags, COMMON_RATE) for name, flags in arms.items()}, control=_BF16_AT_RATE)
+    half = [replace(arm, begins=begins, begins_share=0.5) if "begun" in arm.flags else arm for arm in made.arms]
+    return replace(made, arms=tuple(half))
 
 
 EXPERIMENTS = {
@@ -481,29 +482,28 @@ EXPERIMENTS = {
             group(
                 "1-bit gradients with scales of elements and LoCo of beta 0.95, 4 bits at first, short scales",
                 {
-                    **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {LARGEST_FIFTH}" for bits in (8, 6)},
-                    "int6, moved codes, learning rate 0.0014": f"{BF16} {moves(6)} {LARGEST_FIFTH} {HIGHER}",
+                    "int8, moved codes": f"{BF16} {moves(8)} {LARGEST_FIFTH}",
+                    "int6, moved codes": TERNARY,
+                    "int6, moved codes, learning rate 0.0014": at_rate(TERNARY, 0.0014),
                 },
             ),
             group(
                 f"The same with 1-bit gradients, {FOUR_TIMES}",
-                {FP32.name: "", "int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH.format(warmup=20)}"},
+                {FP32.name: "", "int6, moved codes": TERNARY.format(warmup=20)},
                 common=LARGE_BATCHES,
                 control=LARGE_BATCHES,
             ),
-            on_twice_the_ranks(
-                group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"}), 4
-            ),
+            on_twice_the_ranks(group("1-bit gradients", {"int6, moved codes": TERNARY}), 4),
             on_twice_the_ranks(group("1-bit gradients", {"weights in bf16": f"{BF16} {LARGEST_FIFTH}"}), 8),
             SGD_CONTROL,
             with_sgd(group("Gradients in fp32", {"int6, moved codes": f"{BF16} {moves(6)}"})),
-            with_sgd(group("1-bit gradients", {"int6, moved codes": f"{BF16} {moves(6)} {LARGEST_FIFTH}"})),
+            with_sgd(group("1-bit gradients", {"int6, moved codes": TERNARY})),
             group(
                 "Muon, whole matrices, learning rate 0.004: weights through hpZ, gradients in fp32",
                 {
                     "bf16, moved bits": f"{BF16} {moves(None)} {MUON}",
                     **{f"int{bits}, moved codes": f"{BF16} {moves(bits)} {MUON}" for bits in (8, 6)},
-                    "int6, moved codes, 1-bit gradients": f"{BF16} {moves(6)} {LARGEST_FIFTH} {MUON}",
+                    "int6, moved codes, 1-bit gradients": f"{TERNARY} {MUON}",
                 },
                 control=f"{BF16} {moves(None)} {MUON}",
             ),
@@ -512,7 +512,7 @@ EXPERIMENTS = {
     "E14": Experiment(
         "Families of 2026",
         tuple(
-            of_family(name, {**RECIPES, "int6 moved codes, 2-bit gradients, LoCo, 4 bits at first": MOVED_CODES})
+            of_family(name, {**RECIPES, "int6 moved codes, 2-bit gradients, LoCo, 4 bits at first": INT6})
             for name in FAMILIES
         ),
     ),
@@ -524,10 +524,8 @@ EXPERIMENTS = {
                 "Llama, 1.6M parameters: recipes",
                 {
                     "int8: moved codes, 4-bit gradients, LoCo": INT8,
-                    "int6: moved codes, 2-bit gradients with scales of elements, LoCo": MOVED_CODES,
-                    "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": (
-                        f"{BF16} {moves(6)} {LARGEST_FIFTH}"
-                    ),
+                    "int6: moved codes, 2-bit gradients with scales of elements, LoCo": INT6,
+                    "ternary: moved int6 codes, 1-bit gradients with scales of elements, LoCo of beta 0.95": TERNARY,
                 },
                 common=LLAMA,
                 control=LLAMA,
@@ -580,7 +578,7 @@ EXPERIMENTS = {
     "E19": Experiment(
         "Headline wires at a tuned learning rate",
         (
-            *(headline(title, *model) for title, model in MODELS.items()),
+            *HEADLINES,
             headline_with_muon(),
             group(
                 "GPT, 1.3M parameters, DDP with PowerSGD of rank 4",
@@ -595,7 +593,7 @@ EXPERIMENTS = {
                 control=_BF16_AT_RATE,
             ),
             Group(
-                "GPT, 1.3M parameters, 2 islands that agree every 32 steps in int4 with LoCo",
+                "GPT, 1.3M parameters, 2 islands that agree every 32 steps in int4 with LoCo, outer momentum 0.7",
                 tuple(replace(islands_at(rate, how), name=f"{how}, {rate:g}") for how, rate in ISLAND_RATES.items()),
             ),
             *feedback_at_rate(),
@@ -605,7 +603,7 @@ EXPERIMENTS = {
     ),
     "E20": Experiment(
         "ZeRO++'s Table 5",
-        (TABLE_5,),
+        (table_5("GPT, 1.3M parameters", PUBLISHED_WEIGHTS, PUBLISHED_GRADIENTS),),
         scale="tuned",
         control="ZeRO-3",
     ),
@@ -617,7 +615,7 @@ EXPERIMENTS = {
     ),
     "E22": Experiment(
         "A Llama of 5.2 million parameters",
-        (headline("Llama, 5.2M parameters", "", COMMON_RATE, AT_5M),),  # each one's best rate of E21
+        (headline("Llama, 5.2M parameters", "", COMMON_RATE, AT_5M),),  # the better of E21's two rates
         scale="5m",
         control="the bf16 wire",
     ),

@@ -11,13 +11,13 @@ from typing import Any
 
 from common import ROOT, markdown_table
 from study_arms import CPU, SCALES, Arm, Experiment
-from study_experiments import EXPERIMENTS
+from study_experiments import EXPERIMENTS, HEADLINES
 
 from megatron_zpp.zeropp.recipes import RECIPES
 
 PAGE = ROOT / "docs" / "evidence" / "experiments.md"
 ABOUT = tomllib.loads((Path(__file__).parent / "study_pages.toml").read_text())
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)  # Student's t, 97.5 %, for 1 to 7 degrees of freedom
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)  # Student's t, 97.5 %, of 2 to 8 seeds
 NO_LOSS = 0.3  # percent: an interval within plus or minus this shows that nothing is lost
 Rows = dict[str, dict[int, dict[str, Any]]]  # by flags, then by seed
 
@@ -69,7 +69,7 @@ def _line(arm: Arm, rows: Rows, observed: Sequence[str]) -> list[str]:
     over, shown = "", ""
     if arm.flags != arm.control:
         over, shown = difference(list(found.values())), verdict(list(found.values()))
-    sent_shown = f"{sent:.{2 if sent >= 0.2 else 3}f}" if sent else ""  # a trial's are not counted
+    sent_shown = f"{sent:.{2 if sent >= 0.2 else 3}f}" if sent else ""  # PowerSGD's are not counted
     cells = [arm.name, f"{loss:.4f}", over, str(len(found)), shown, sent_shown]
     for name in observed:
         seen = [row["observed"][name] for row in trained if name in row.get("observed", {})]  # the first rows have none
@@ -132,22 +132,21 @@ def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
     return markdown_table(["gradients", "LoCo over error feedback", "seeds", ""], lines) if lines else ""
 
 
-SIZES = [("E19", 0), ("E19", 1), ("E22", 0), ("E17", 0)]  # experiments and their groups, by size of the model
-
-
 def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
     """Draw differences from the bf16 wire over model sizes as SVG, with 95 % intervals where there are seeds."""
     from matplotlib import figure, style  # an extra, which the tables do without
 
+    larger = (EXPERIMENTS["E22"], EXPERIMENTS["E17"])
+    by_size = [*(("tuned", group) for group in HEADLINES), *((e.scale, e.groups[0]) for e in larger)]
     with style.context(["default", {"svg.fonttype": "none", "svg.hashsalt": ""}]):
         drawing = figure.Figure(figsize=(7, 3), layout="constrained")
         axes = drawing.subplots()
         axes.axhline(0, color="0.8")
         for i, recipe in enumerate(("`int8`", "`int6`", "`ternary`")):
             found: dict[float, list[float]] = {}
-            for experiment, group in ((EXPERIMENTS[name], group) for name, group in SIZES):
-                rows = rows_of(experiment.scale)
-                for arm in experiment.groups[group].arms:
+            for scale, group in by_size:
+                rows = rows_of(scale)
+                for arm in group.arms:
                     if arm.name == recipe and (differences := excesses(arm, rows)):
                         parameters = next(iter(rows[arm.flags].values()))["num_parameters"]
                         found[parameters * 1.04**i] = list(differences.values())  # beside each other
@@ -163,15 +162,14 @@ def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
 
 def losses_of_recipe(name: str, rows: Rows) -> list[str]:
     """Losses over the bf16 wire on the GPT and the Llama of E19; "" below three seeds."""
-    gpt_and_llama = EXPERIMENTS["E19"].groups[:2]
-    arms = [arm for group in gpt_and_llama for arm in group.arms if arm.name.strip("`") == name]
+    arms = [arm for group in HEADLINES for arm in group.arms if arm.name.strip("`") == name]
     found = [list(excesses(arm, rows).values()) for arm in arms]
     return [difference(values) if len(values) >= 3 else "" for values in found] or ["", ""]
 
 
 def table_of_recipes(rows: Rows) -> str:
     """The recipes, with what their arms of E19 lose, and bytes of the GPT."""
-    arms = {arm.name.strip("`"): arm.flags for arm in EXPERIMENTS["E19"].groups[0].arms}
+    arms = {arm.name.strip("`"): arm.flags for arm in HEADLINES[0].arms}
     sent = {name: f"{rows[flags][1]['bytes_per_parameter']:.2f}" for name, flags in arms.items() if name in RECIPES}
     lines = [
         [f"`{name}`", recipe.summary, sent.get(name, ""), *losses_of_recipe(name, rows), recipe.evidence]

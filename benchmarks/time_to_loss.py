@@ -51,25 +51,21 @@ def lines_to(goal: float, losses: list[float]) -> float:
 
 def table(rows: Rows) -> str:
     """Minutes to the loss by wire, rate of the links, and micro-batches of a step."""
-    lines, no_minutes = [], [""] * len(race.SHOWN)
+    lines, no_minutes, base = [], [""] * len(race.SHOWN), steps_of(BF16, rows)
     for setting, flags in CURVES.items():
-        steps, base = steps_of(flags, rows), steps_of(BF16, rows)
+        steps = steps_of(flags, rows)
         mean = steps.pop(None)
         if mean == math.inf:
             lines.append([race.name_of(setting), "not reached", *no_minutes])
             continue
-        more = [n - base[seed] for seed, n in steps.items() if n < math.inf]
-        reached = "" if len(more) == len(steps) else f", {len(more)} of {len(steps)} seeds"
-        is_compared = flags != BF16 and len(more) > 1
-        over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{reached})" if is_compared else ""
+        never = sum(n == math.inf for n in steps.values())
+        over = f" (in {never} of {len(steps)} seeds never)" if never else ""
+        if flags != BF16 and not never:
+            more = [n - base[seed] for seed, n in steps.items()]
+            seeds = f" in {len(more)} seeds" if len(more) < len(base) - 1 else ""
+            over = f" ({statistics.mean(more):+.0f} ± {half_width(more):.0f}{seeds})"
         raced = race.SHOWN if setting in race.SETTINGS else []
-        minutes = [f"{mean * seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in raced]
+        minutes = [f"{mean * race.seconds(setting, rate=r, micro_batches=n) / 60:.1f}" for r, n in raced]
         once = len(race.ratios(setting, "int8, kept", rate=None, micro_batches=1)) == 1
         lines.append([race.name_of(setting) + " (one turn)" * once, f"{mean:.0f}{over}", *(minutes or no_minutes)])
     return markdown_table(["", "steps", *(race.cell_name(*cell) for cell in race.SHOWN)], lines)
-
-
-def seconds(setting: str, **cell: Any) -> float:
-    """Return the seconds of a step: the median of int8 with kept weights, times the median ratio to it turn by turn."""
-    base = statistics.median(race.figures("int8, kept", "seconds", **cell))
-    return base * statistics.median(race.ratios(setting, "int8, kept", **cell))
