@@ -59,7 +59,7 @@ def table(rows: Rows) -> str:
             lines.append([race.name_of(setting), "not reached", *no_minutes])
             continue
         never = sum(n == math.inf for n in steps.values())
-        over = f" (in {never} of {len(steps)} seeds never)" if never else ""
+        over = f" (not reached in {never} of {len(steps)} seeds)" if never else ""
         if flags != BF16 and not never:
             more = [n - base[seed] for seed, n in steps.items()]
             seeds = f" in {len(more)} seeds" if len(more) < len(base) - 1 else ""
