@@ -281,10 +281,10 @@ def blocked_or_not(title: str, model: str) -> Group:
     return group(f"Blocked and non-blocked: {title}", {FP32.name: "", **arms}, common=model, control=model)
 
 
-# E18 to E20. DeepSpeed's groups of these models: gradients in groups of a matrix's smaller dimension (192), weights in
-# groups of 4,608 to 6,912 elements.
-PUBLISHED_WEIGHTS = weights(8, 6144)
-PUBLISHED = f"{PUBLISHED_WEIGHTS} {gradients(4, 4, 192)}"
+# E18 to E22. DeepSpeed's groups of these models: gradients in groups of a matrix's smaller dimension (192 and 256),
+# weights in groups of 4,608 to 6,912 elements, and at 5.2M of 4,096.
+GROUPS_OF_1M, GROUPS_OF_5M = (weights(8, 6144), gradients(4, 4, 192)), (weights(8, 4096), gradients(4, 4, 256))
+PUBLISHED = " ".join(GROUPS_OF_1M)
 HEADLINE = {
     "bf16": BF16_WIRE.flags,
     "fp32": "",
@@ -359,21 +359,20 @@ def island_rates_of(how: str) -> Group:
 _BF16_AT_RATE = at_rate(BF16_WIRE.flags, COMMON_RATE)
 
 
-def table_5() -> Group:
+def table_5(title: str, qwz: str, qgz: str) -> Group:
     """Return the arms of ZeRO++'s Table 5, then LoCo and `int8`."""
-    no_qgz, half = f"{PUBLISHED_WEIGHTS} --grad-reduce-in-bf16", "hpZ, qwZ, qgZ for the first half"
+    published, no_qgz, half = f"{qwz} {qgz}", f"{qwz} --grad-reduce-in-bf16", "hpZ, qwZ, qgZ for the first half"
     arms = {
         "ZeRO-3": HEADLINE["bf16"],
-        "hpZ, qwZ, qgZ": PUBLISHED,
+        "hpZ, qwZ, qgZ": published,
         half: f"{no_qgz} --load {{begun}}",  # resumes without qgZ, within a node too
         "hpZ, qwZ, no qgZ": no_qgz,
-        "hpZ, qwZ, qgZ, LoCo": HEADLINE["ZeRO++ as published, LoCo"],
+        "hpZ, qwZ, qgZ, LoCo": f"{published} {LOCO_ON_BOTH_HOPS}",
         "`int8`": HEADLINE["`int8`"],
     }
     made = [Arm(name, at_rate(flags, COMMON_RATE), _BF16_AT_RATE) for name, flags in arms.items()]
-    begins = at_rate(PUBLISHED, COMMON_RATE)
-    made = [replace(arm, begins=begins, begins_share=0.5) if arm.name == half else arm for arm in made]
-    return Group("GPT, 1.3M parameters", tuple(made))
+    begins = at_rate(published, COMMON_RATE)
+    return Group(title, tuple(replace(a, begins=begins, begins_share=0.5) if a.name == half else a for a in made))
 
 
 EXPERIMENTS = {
@@ -602,10 +601,7 @@ EXPERIMENTS = {
         control="the bf16 wire",
     ),
     "E20": Experiment(
-        "ZeRO++'s Table 5",
-        (table_5(),),
-        scale="tuned",
-        control="ZeRO-3",
+        "ZeRO++'s Table 5", (table_5("GPT, 1.3M parameters", *GROUPS_OF_1M),), scale="tuned", control="ZeRO-3"
     ),
     "E21": Experiment(
         "Learning rates of a Llama of 5.2 million parameters",
@@ -615,7 +611,10 @@ EXPERIMENTS = {
     ),
     "E22": Experiment(
         "A Llama of 5.2 million parameters",
-        (headline("Llama, 5.2M parameters", "", COMMON_RATE, AT_5M),),  # the better of E21's two rates
+        (
+            headline("Llama, 5.2M parameters", "", COMMON_RATE, AT_5M),  # the better of E21's two rates
+            table_5("Llama, 5.2M parameters, ZeRO++'s Table 5", *GROUPS_OF_5M),
+        ),
         scale="5m",
         control="the bf16 wire",
     ),
