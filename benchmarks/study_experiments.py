@@ -370,7 +370,7 @@ def table_5(title: str, qwz: str, qgz: str) -> Group:
         "hpZ, qwZ, qgZ, LoCo": f"{published} {LOCO_ON_BOTH_HOPS}",
         "`int8`": HEADLINE["`int8`"],
     }
-    made = [Arm(name, at_rate(flags, COMMON_RATE), _BF16_AT_RATE) for name, flags in arms.items()]
+    made = group(title, {name: at_rate(flags, COMMON_RATE) for name, flags in arms.items()}, control=_BF16_AT_RATE).arms
     begins = at_rate(published, COMMON_RATE)
     return Group(title, tuple(replace(a, begins=begins, begins_share=0.5) if a.name == half else a for a in made))
 
