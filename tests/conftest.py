@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,23 +67,33 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
-@pytest.fixture(scope="session")
-def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
-    """The quickstart, run by the worker that needs it first; the others wait for it."""
+def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return the folder of this name, which the worker that needs it first makes; the others wait for it."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    folder, output = shared / "quickstart", shared / "quickstart.txt"
-    with open(shared / "quickstart.lock", "w") as lock:
+    folder, made = shared / name, shared / f"{name}.made"
+    with open(shared / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not output.exists():
-            results = folder / "runs" / "quickstart"
-            small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3", EVAL_ITERS="1")
-            script = ROOT / "examples" / "quickstart" / "run.sh"
-            done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=240)
-            assert done.returncode == 0, done.stdout + done.stderr
-            output.write_text(done.stdout)
-    return Quickstart(folder, output.read_text())
+        if not made.exists():
+            folder.mkdir(exist_ok=True)  # a worker that failed may have made it
+            make(folder)
+            made.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    def make(folder: Path) -> None:
+        results = folder / "runs" / "quickstart"
+        small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3", EVAL_ITERS="1")
+        script = ROOT / "examples" / "quickstart" / "run.sh"
+        done = subprocess.run([script], env=small, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder / "printed.txt").write_text(done.stdout)
+
+    folder = once(tmp_path_factory, "quickstart", make)
+    return Quickstart(folder, (folder / "printed.txt").read_text())
 
 
 @pytest.fixture

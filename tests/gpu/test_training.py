@@ -29,7 +29,9 @@ FLOAT8 = {  # emulated on CPUs
     "float8": f"{ALL_FLAGS} --bf16 --fp8-format hybrid",
     "float8, rows": f"{ALL_FLAGS} --bf16 --fp8-format e4m3",
 }
-DEVICES = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.long), CUDA])
+ON_CPU = pytest.param("cpu", marks=pytest.mark.long)
+# The test of benchmarks/gpu.sh runs this case.
+IN_GPU_SCRIPT = pytest.param("cpu", marks=[pytest.mark.long, pytest.mark.evidence])
 
 
 def losses_and_norms(runs, device, store=None):
@@ -55,12 +57,12 @@ def assert_equals_gloo(runs, device, folder):
         assert results[0][name][1] == pytest.approx(norms, rel=2e-2), name
 
 
-@DEVICES
+@pytest.mark.parametrize("device", [IN_GPU_SCRIPT, CUDA])
 def test_training_equals_gloo(device, data, tmp_path):
     assert_equals_gloo({name: flags(data, recipe) for name, recipe in RECIPES.items()}, device, tmp_path)
 
 
-@DEVICES
+@pytest.mark.parametrize("device", [ON_CPU, CUDA])
 def test_training_in_float8_equals_gloo(device, data, tmp_path):
     pytest.importorskip("torchao")
     assert_equals_gloo({name: flags(data, recipe) for name, recipe in FLOAT8.items()}, device, tmp_path)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils import cpp_extension
 
+from tests.conftest import once
 from tests.tools import run
 
 ROOT = Path(__file__).parents[2]
@@ -15,10 +16,13 @@ HERE = Path(__file__).parent
 ALIGNED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # vectors that are not aligned trap
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cuda_on_cpu(tmp_path_factory):
     """The operators with the CUDA kernels, compiled for the CPU; see cuda_on_cpu/cuda_runtime.h."""
-    library = tmp_path_factory.mktemp("cuda_on_cpu") / "kernels.so"
+    return once(tmp_path_factory, "cuda_on_cpu", compile_for_cpu) / "kernels.so"
+
+
+def compile_for_cpu(folder):
     sources = [
         ROOT / "csrc" / "operators.cpp",
         ROOT / "csrc" / "cpu" / "moves.cpp",
@@ -29,9 +33,8 @@ def cuda_on_cpu(tmp_path_factory):
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
     flags += [*ALIGNED, "-DZEROPP_CUDA_ON_CPU", "-U_FORTIFY_SOURCE"]  # whose longjmp takes another stack for a mistake
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch", "-ltorch_cpu"]
-    compiler = os.environ.get("CXX", "c++")
+    compiler, library = os.environ.get("CXX", "c++"), folder / "kernels.so"
     subprocess.run([compiler, *flags, *includes, *map(str, sources), *libraries, "-o", str(library)], check=True)
-    return library
 
 
 @pytest.mark.long
@@ -102,12 +105,13 @@ import torch
 from megatron_zpp.zeropp.wire import reference
 from megatron_zpp.zeropp.wire.format import WireFormat
 from megatron_zpp.zeropp.wire.layout import ParameterShard
-format = WireFormat([ParameterShard("token", 32, True), ParameterShard("odd", 3, False)], 8, 32, torch.bfloat16)
-values = torch.randn(70_000, 35).bfloat16()
-wire, out = format.encode(values), torch.empty(70_000, 35, dtype=torch.bfloat16)
+format = WireFormat([ParameterShard("token", 32, True)], 8, 32, torch.bfloat16)
+values = torch.randn(66_000, 32).bfloat16()
+wire, out = format.encode(values), torch.empty_like(values)
 expected = torch.empty_like(wire)
 reference.encode(format, values, expected, None, None, None)
-assert wire.equal(expected) and format.decode(wire, out)[:, 32:].equal(values[:, 32:])
+assert wire.equal(expected)
+torch.testing.assert_close(format.decode(wire, out), values, rtol=0, atol=values.abs().max().item() / 64)
 """
 
 
