@@ -133,7 +133,7 @@ def table_of_feedback(experiment: Experiment, rows: Rows) -> str:
 
 
 def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
-    """Draw differences from the bf16 wire over model sizes as SVG, with 95 % intervals where there are seeds."""
+    """Draw differences from the bf16 wire over model sizes as SVG: seeds, means, and intervals from three seeds on."""
     from matplotlib import figure, style  # an extra, which the tables do without
 
     larger = (EXPERIMENTS["E22"], EXPERIMENTS["E17"])
@@ -150,9 +150,11 @@ def plot_of_sizes(rows_of: Callable[[str], Rows]) -> str:
                     if arm.name == recipe and (differences := excesses(arm, rows)):
                         parameters = next(iter(rows[arm.flags].values()))["num_parameters"]
                         found[parameters * 1.04**i] = list(differences.values())  # beside each other
-            halves = [half if math.isfinite(half := half_width(values)) else math.nan for values in found.values()]
+            for size, values in found.items():
+                axes.plot([size] * len(values), values, f"C{i}.", markersize=3, alpha=0.5)
+            halves = [half_width(values) if len(values) > 2 else math.nan for values in found.values()]
             means = [*map(statistics.mean, found.values())]
-            axes.errorbar([*found], means, halves, fmt="o", capsize=3, label=recipe.strip("`"))
+            axes.errorbar([*found], means, halves, fmt=f"C{i}o", capsize=3, label=recipe.strip("`"))
         axes.set(xscale="log", xlabel="parameters", ylabel="loss over bf16 (%)")
         axes.legend()
         drawn = io.StringIO()
