@@ -62,6 +62,17 @@ def test_every_interval_that_a_page_or_a_claim_quotes_stands_in_a_table_of_the_r
         assert re.findall(r"[\d.]+ ± (?!\d+\.\d\d\b)[\d.]+ %", text) == [], name
 
 
+def test_two_processors_end_as_far_apart_as_the_page_says():
+    rows = reproduce.rows_of("tuned")
+    again = study.read_results(ROOT / "benchmarks/results/two_processors.jsonl", "tuned")
+    ends = []
+    for row in again:
+        first = rows[row["flags"]][row["seed"]]
+        assert (first["processor"], row["processor"]) == ("AMD EPYC", "Intel(R) Xeon(R) Processor")
+        ends.append(f"{100 * (row['validation_loss'] / first['validation_loss'] - 1):+.2f} %")
+    assert "bf16 ended {} and `int8` {}".format(*ends) in (study_tables.PAGE.parent / "experiments/e19.md").read_text()
+
+
 def test_the_losses_of_recipes_are_those_of_the_headline():
     """`auto` decides by them."""
     arms = {arm.name.strip("`"): arm for arm in EXPERIMENTS["E19"].groups[0].arms}
