@@ -84,6 +84,8 @@ def once(tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Pa
 
 @pytest.fixture(scope="session")
 def quickstart_of_all(tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """The quickstart, run once for all workers."""
+
     def make(folder: Path) -> None:
         results = folder / "runs" / "quickstart"
         small = environment(OUT=str(results), MEGABYTES="1", VOCAB_SIZE="500", TRAIN_ITERS="3", EVAL_ITERS="1")
